@@ -1,0 +1,230 @@
+"""Parameters and statistics -> (policy, value, carry), and the optimiser."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import Array
+
+from purejaxppo import stats
+from purejaxppo.config import Config, ConfigError, Hyper
+from purejaxppo.distributions import (
+    Categorical,
+    Distribution,
+    Gaussian,
+    MultiCategorical,
+    TanhGaussian,
+)
+from purejaxppo.networks import ActorCritic, NetworkOutput, init_params
+from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
+
+# An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
+_ADAPTIVE_BOUNDS, _ADAPTIVE_FACTOR = (1e-5, 1e-2), 1.5
+
+
+@struct.dataclass
+class AgentOutput:
+    """What the agent says about a batch of observations."""
+
+    policy: Distribution  # [...]
+    value: Array  # [...] in the units of the scaled reward
+    carry: Any  # memory after this observation, () without one
+
+
+@struct.dataclass
+class OptState:
+    """Adam's moments, and the factor on the learning rates where it adapts to the KL divergence."""
+
+    adam: optax.OptState
+    adaptive_scale: Array | None  # []
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The network between an observation and an action space. Static: it holds no parameters."""
+
+    observation_space: Space
+    action_space: Space
+    network: ActorCritic
+    squash: bool  # tanh-Gaussian instead of a clipped one
+
+    def init(self, key: Array, hyper: Hyper) -> Any:
+        """Parameters; consumes key."""
+        features = jnp.zeros((1, num_features(self.observation_space)))
+        example = (features, self.init_carry(1), jnp.ones(1, bool))
+        return init_params(self.network, key, example, jnp.asarray(hyper.init_log_std))
+
+    def init_carry(self, num_envs: int) -> Any:
+        """Memory at the start of N episodes."""
+        del num_envs
+        return ()
+
+    def apply(
+        self, params: Any, obs_stats: stats.Moments | None, obs: Array, carry: Any, first: Array
+    ) -> AgentOutput:
+        """Policy and value of a batch.
+
+        Args:
+            obs: [..., *observation_space.shape], as the environment gives it.
+            carry: memory before this observation.
+            first: [...] bool, the observation begins an episode.
+        """
+        features = self._features(obs_stats, obs)
+        output = self.network.apply({"params": params}, features, carry, first)
+        return AgentOutput(self._policy(output), output.value, output.carry)
+
+    def _features(self, obs_stats: stats.Moments | None, obs: Array) -> Array:
+        """[..., F] float32: one-hot for a Discrete space, else normalised and flattened."""
+        if isinstance(self.observation_space, Discrete):
+            return jax.nn.one_hot(obs, self.observation_space.n)
+        obs = obs.astype(jnp.float32)
+        if obs_stats is not None:
+            obs = stats.normalize(obs_stats, obs)
+        batch = obs.shape[: obs.ndim - len(self.observation_space.shape)]
+        return obs.reshape(*batch, -1)
+
+    def _policy(self, output: NetworkOutput) -> Distribution:
+        match self.action_space:
+            case Discrete():
+                return Categorical(output.policy)
+            case MultiDiscrete(nvec):
+                return MultiCategorical(output.policy, nvec)
+            case Box():
+                low, high = (jnp.ravel(bound) for bound in self.action_space.bounds)
+                assert output.log_std is not None
+                if self.squash:
+                    return TanhGaussian(output.policy, output.log_std, low, high)
+                # The network speaks in half-widths of the box, where the box has a width.
+                bounded = jnp.isfinite(low) & jnp.isfinite(high)
+                center = jnp.where(bounded, (low + high) / 2, 0.0)
+                half = jnp.where(bounded, (high - low) / 2, 1.0)
+                mean, log_std = center + half * output.policy, output.log_std + jnp.log(half)
+                return Gaussian(mean, log_std, low, high)
+
+
+def make_agent(config: Config, observation_space: Space, action_space: Space) -> Agent:
+    """The agent for two spaces.
+
+    Raises:
+        ConfigError: an option does not fit the spaces.
+    """
+    check_spaces(config, observation_space, action_space)
+    continuous = isinstance(action_space, Box)
+    network = ActorCritic(
+        num_outputs=num_outputs(action_space),
+        torso_layers=config.torso_layers,
+        policy_layers=config.policy_layers,
+        value_layers=config.value_layers,
+        shared_torso=config.shared_torso,
+        activation=config.activation,
+        log_std=config.log_std if continuous else None,
+    )
+    squash = config.action_distribution == "tanh_gaussian"
+    return Agent(observation_space, action_space, network, squash)
+
+
+def check_spaces(config: Config, observation_space: Space, action_space: Space) -> None:
+    """Raises ConfigError where an option does not fit the spaces."""
+    if isinstance(observation_space, MultiDiscrete):
+        raise ConfigError(f"{config.env}: observations {observation_space} are not supported")
+    if config.normalize_observations and isinstance(observation_space, Discrete):
+        raise ConfigError(
+            f"--normalize-observations does not fit {config.env}: its observations are "
+            f"{observation_space}, which is one-hot encoded"
+        )
+    wanted = config.action_distribution
+    if not isinstance(action_space, Box):
+        if wanted not in ("auto", "categorical"):
+            raise ConfigError(
+                f"--action-distribution {wanted} does not fit {config.env}, whose actions are "
+                f"{action_space}: use categorical"
+            )
+        return
+    if not action_space.dtype.startswith("float"):
+        raise ConfigError(f"{config.env}: actions {action_space} of whole numbers are not supported")
+    low, high = action_space.bounds
+    if wanted == "categorical":
+        raise ConfigError(
+            f"--action-distribution categorical does not fit {config.env}, whose actions are "
+            f"{action_space}: use gaussian or tanh_gaussian"
+        )
+    if wanted == "tanh_gaussian" and not all(map(math.isfinite, [*low.flat, *high.flat])):
+        raise ConfigError(
+            f"--action-distribution tanh_gaussian needs finite bounds, and the actions of "
+            f"{config.env} are {action_space}: use gaussian"
+        )
+
+
+def num_features(space: Space) -> int:
+    """Size of an observation as the network sees it."""
+    return space.n if isinstance(space, Discrete) else math.prod(space.shape)
+
+
+def num_outputs(space: Space) -> int:
+    """O, the outputs of the policy head: logits of every choice, or one mean a dimension."""
+    match space:
+        case Discrete(n):
+            return n
+        case MultiDiscrete(nvec):
+            return sum(nvec)
+        case Box():
+            return space.size
+
+
+def init_optimizer(hyper: Hyper, params: Any) -> OptState:
+    """The optimiser's state before the first update."""
+    adaptive_scale = None if hyper.desired_kl is None else jnp.ones(())
+    return OptState(_adam(hyper).init(params), adaptive_scale)
+
+
+def learning_rate_scale(config: Config, opt_state: OptState, remaining: Array) -> Array:
+    """[] what both learning rates are multiplied by; remaining [] is 1 - i / iterations."""
+    if opt_state.adaptive_scale is not None:
+        return opt_state.adaptive_scale
+    return remaining if config.anneal_learning_rate else jnp.ones(())
+
+
+def adapt_learning_rate(hyper: Hyper, opt_state: OptState, approx_kl: Array) -> OptState:
+    """Slows down where the policy moved more than twice desired_kl, speeds up below half of it."""
+    if opt_state.adaptive_scale is None:
+        return opt_state
+    factor = jnp.where(approx_kl > 2 * hyper.desired_kl, 1 / _ADAPTIVE_FACTOR, 1.0)
+    factor = jnp.where(approx_kl < hyper.desired_kl / 2, _ADAPTIVE_FACTOR, factor)
+    slowest, fastest = (bound / hyper.learning_rate for bound in _ADAPTIVE_BOUNDS)
+    return opt_state.replace(
+        adaptive_scale=jnp.clip(opt_state.adaptive_scale * factor, slowest, fastest)
+    )
+
+
+def apply_gradients(
+    hyper: Hyper, params: Any, opt_state: OptState, grads: Any, scale: Array
+) -> tuple[Any, OptState]:
+    """One step of Adam on globally clipped gradients.
+
+    The value network (with its torso, unless shared) has critic_learning_rate where one is given.
+    Adam treats every parameter by itself, so this is a second optimiser for those parameters.
+
+    Args:
+        scale: [] from `learning_rate_scale`.
+    """
+    updates, adam = _adam(hyper).update(grads, opt_state.adam)
+    critic_rate = hyper.critic_learning_rate
+    if critic_rate is None:
+        critic_rate = hyper.learning_rate
+    stepped = {}
+    for name, branch in params.items():
+        rate = scale * (critic_rate if name in ("value", "value_head") else hyper.learning_rate)
+        stepped[name] = jax.tree.map(lambda p, u, r=rate: p - r * u, branch, updates[name])
+    return stepped, opt_state.replace(adam=adam)
+
+
+def _adam(hyper: Hyper) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(hyper.max_grad_norm), optax.scale_by_adam(eps=hyper.adam_eps)
+    )

@@ -1,0 +1,348 @@
+"""What a training is: `Config` decides what compiles, `Hyper` is traced, `RunOptions` is the rest.
+
+The type of an option says what can be swept in one compiled program: every field of `Hyper`, and
+the seed. All three are written to and read from one flat YAML file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from flax import struct
+
+from purejaxppo.networks import ACTIVATIONS
+
+EnvArgs = tuple[tuple[str, Any], ...]
+
+
+class ConfigError(ValueError):
+    """An option that cannot be used. Its message is one line that a user can act on."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Algorithm, environment and network: static, so changing one compiles anew."""
+
+    env: str = "CartPole-v1"
+    """Environment to train: a name that `purejaxppo envs` lists, or my_module:MyEnv."""
+    env_args: EnvArgs = ()
+    """Arguments of the environment's factory, as name=value ..."""
+    total_timesteps: int = 1_000_000
+    """Environment steps of each run, rounded up to whole iterations."""
+    num_envs: int = 16
+    """Environments stepped side by side."""
+    num_steps: int = 128
+    """Steps of each environment in a rollout."""
+    update_epochs: int = 4
+    """Passes over each rollout."""
+    num_minibatches: int = 4
+    """Minibatches in a pass; num_envs * num_steps must be a multiple."""
+    torso_layers: tuple[int, ...] = (64, 64)
+    """Widths of the layers before policy and value part."""
+    policy_layers: tuple[int, ...] = ()
+    """Widths of further layers of the policy."""
+    value_layers: tuple[int, ...] = ()
+    """Widths of further layers of the value function."""
+    shared_torso: bool = False
+    """One torso for policy and value instead of one each."""
+    activation: str = "tanh"
+    """Activation function: tanh, relu, swish, gelu or elu."""
+    action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
+    """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
+    log_std: Literal["parameter", "state"] = "parameter"
+    """Gaussian log standard deviation: a parameter, or an output that depends on the state."""
+    normalize_observations: bool = False
+    """Normalise observations by their running mean and standard deviation."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted return."""
+    normalize_advantages: Literal["minibatch", "batch", "off"] = "minibatch"
+    """Over what advantages are brought to mean 0 and standard deviation 1."""
+    anneal_learning_rate: bool = True
+    """Lower the learning rates linearly to 0 over the training."""
+    anneal_clip_eps: bool = False
+    """Lower clip_eps and value_clip_eps linearly to 0."""
+    anneal_ent_coef: bool = False
+    """Lower ent_coef linearly to 0."""
+    reset_mode: Literal["pool", "fresh"] = "pool"
+    """fresh: a new start state at every reset; pool: from a pool drawn for each rollout."""
+    pool_size: int = 8
+    """Start states an environment has in a rollout's pool; it repeats one only after so many."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one iteration, T * N."""
+        return self.num_steps * self.num_envs
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that reach total_timesteps, rounded up."""
+        return -(-self.total_timesteps // self.batch_size)
+
+
+@struct.dataclass
+class Hyper:
+    """Hyperparameters: traced, so runs that differ in them share one compiled program."""
+
+    learning_rate: float = 2.5e-4
+    """Adam's step size."""
+    critic_learning_rate: float | None = None
+    """Step size of the value network, where it has an optimiser of its own."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """Lambda of generalised advantage estimation; 1 is Monte Carlo."""
+    clip_eps: float = 0.2
+    """Clip range of the probability ratio."""
+    value_clip_eps: float | None = None
+    """Clip range of the value function; not clipped when not given."""
+    ent_coef: float = 0.01
+    """Weight of the entropy bonus."""
+    vf_coef: float = 0.5
+    """Weight of the value loss, which is half the mean squared error."""
+    max_grad_norm: float = 0.5
+    """Gradients are clipped to this global norm."""
+    adam_eps: float = 1e-5
+    """Adam's epsilon."""
+    init_log_std: float = 0.0
+    """Initial log standard deviation of Gaussian actions (1 is half the width of the bounds)."""
+    target_kl: float | None = None
+    """Skip the remaining updates of an iteration once approx_kl exceeds this."""
+    desired_kl: float | None = None
+    """Adapt the learning rates to keep approx_kl near this."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Seeds, evaluation and output."""
+
+    seed: int = 0
+    """First seed; run i has seed + i."""
+    num_seeds: int = 1
+    """Runs trained together, one seed each."""
+    eval_every: int | None = None
+    """Environment steps between evaluations, 0 for one at the end; 20 in a training by default."""
+    eval_episodes: int = 128
+    """Episodes of an evaluation; 0 for none."""
+    metrics_rows: int = 1000
+    """Most rows a run has in metrics.csv, 0 for one an iteration."""
+    run_dir: str | None = None
+    """Directory for the results; made up from environment and time when not given."""
+    runs_per_block: int | None = None
+    """Runs vmapped together on a device at a time; 4 on a CPU, all on an accelerator by default."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All options of a training."""
+
+    run: RunOptions = dataclasses.field(default_factory=RunOptions)
+    config: Config = dataclasses.field(default_factory=Config)
+    hyper: Hyper = dataclasses.field(default_factory=Hyper)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat and complete, ready for YAML."""
+        parts = (self.config, self.hyper, self.run)
+        flat = {k: v for part in parts for k, v in vars(part).items()}
+        flat = {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
+        return flat | {"env_args": dict(self.config.env_args)}
+
+
+def load_settings(env: str | None = None, file: str | Path | None = None) -> Settings:
+    """Settings of a YAML file, or the tuned ones of an environment, over the defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something that is no option or value.
+    """
+    path = Path(file) if file is not None else tuned_config(env or Config.env)
+    values = _read_yaml(path) if path is not None else {}
+    if env is not None:
+        values["env"] = env
+    return make_settings(values, where=f"{path}: " if path else "")
+
+
+def make_settings(values: Mapping[str, Any], where: str = "") -> Settings:
+    """Settings from option names and values, the rest at their defaults.
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type.
+    """
+    parts = {"run": RunOptions, "config": Config, "hyper": Hyper}
+    hints = {cls: get_type_hints(cls) for cls in parts.values()}
+    known = [name for cls in parts.values() for name in hints[cls]]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{where}unknown option {name!r}{suggest(name, known)}")
+    built = {
+        part: cls(**{n: _coerce(where + n, values[n], t) for n, t in hints[cls].items() if n in values})
+        for part, cls in parts.items()
+    }
+    return Settings(**built)
+
+
+def config_directory() -> Path:
+    """Where the shipped configurations are, in a checkout as in an installed package."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def tuned_config(env: str) -> Path | None:
+    """The shipped configuration of an environment, if it has one."""
+    suite, _, name = env.rpartition("/")
+    path = config_directory() / (suite or "gymnax") / f"{name}.yaml"
+    return path if path.is_file() else None
+
+
+def parse_env_args(items: Iterable[str]) -> EnvArgs:
+    """name=value ... with values as YAML reads them.
+
+    Raises:
+        ConfigError: an item without a name or without an equals sign.
+    """
+    pairs = []
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--env-args takes name=value, not {item!r}")
+        pairs.append((name, freeze(yaml.safe_load(text))))
+    return tuple(pairs)
+
+
+def parse_int(text: str) -> int:
+    """A whole number, also written 1e6 or 1_000_000.
+
+    Raises:
+        ValueError: it is not whole.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError(f"{text!r} is not a whole number") from None
+        return int(number)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Widths separated by commas; nothing at all for no layers."""
+    return tuple(parse_int(part) for part in text.split(",") if part.strip())
+
+
+def freeze(value: Any) -> Any:
+    """Lists as tuples, so that the value can be hashed."""
+    return tuple(freeze(item) for item in value) if isinstance(value, list) else value
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A clause that names what is nearest to a misspelt name, or nothing."""
+    lowered = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(lowered[n] for n in near)}?" if near else ""
+
+
+def validate(settings: Settings) -> None:
+    """Raises ConfigError for a value out of range or a combination that makes no sense."""
+    config, hyper, run = settings.config, settings.hyper, settings.run
+    for name in ("total_timesteps", "num_envs", "num_steps", "update_epochs", "num_minibatches", "pool_size"):
+        _require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
+    for name in ("torso_layers", "policy_layers", "value_layers"):
+        widths = getattr(config, name)
+        _require(all(w >= 1 for w in widths), name, widths, "widths of at least 1")
+    if config.activation not in ACTIVATIONS:
+        _require(False, "activation", config.activation, f"one of {', '.join(ACTIVATIONS)}")
+    if config.batch_size % config.num_minibatches:
+        raise ConfigError(
+            f"--num-envs {config.num_envs} * --num-steps {config.num_steps} = {config.batch_size} "
+            f"is not divisible by --num-minibatches {config.num_minibatches}"
+        )
+    for name in ("gamma", "gae_lambda"):
+        _require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
+    for name in ("ent_coef", "vf_coef"):
+        value = getattr(hyper, name)
+        _require(0 <= value < math.inf, name, value, "at least 0")
+    _require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
+    for name in (
+        "learning_rate", "critic_learning_rate", "clip_eps", "value_clip_eps", "max_grad_norm",
+        "adam_eps", "target_kl", "desired_kl",
+    ):  # fmt: skip
+        value = getattr(hyper, name)
+        _require(value is None or value > 0, name, value, "above 0")
+    if hyper.desired_kl is not None and config.anneal_learning_rate:
+        raise ConfigError(
+            "--desired-kl and --anneal-learning-rate both set the learning rate: "
+            "add --no-anneal-learning-rate"
+        )
+    for name in ("seed", "eval_episodes", "metrics_rows"):
+        _require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
+    _require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
+    _require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
+    _require(run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0")
+    block = run.runs_per_block
+    _require(block is None or block >= 1, "runs_per_block", block, "at least 1")
+
+
+def _require(holds: bool, name: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: must be {allowed}")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: not YAML: {line}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"--config {path}: not a mapping of option names to values")
+    return values
+
+
+def _coerce(name: str, value: Any, hint: Any) -> Any:
+    """The value as the option's type, or ConfigError."""
+    try:
+        return _convert(value, hint)
+    except (TypeError, ValueError):
+        allowed = "name: value" if hint == EnvArgs else _describe(hint)
+        raise ConfigError(f"{name}: {value!r} is not {allowed}") from None
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    if hint == EnvArgs:
+        return tuple((str(k), freeze(v)) for k, v in dict(value).items())
+    if get_origin(hint) in (Union, types.UnionType):
+        return None if value is None else _convert(value, get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return tuple(_convert(item, int) for item in value)
+    if get_origin(hint) is Literal:
+        # YAML 1.1 reads off and no as false.
+        value = "off" if value is False else value
+        if value not in get_args(hint):
+            raise ValueError
+        return value
+    if isinstance(value, bool) != (hint is bool) or (hint is str and not isinstance(value, str)):
+        raise TypeError
+    return parse_int(str(value)) if hint is int else hint(value)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if get_origin(hint) is tuple:
+        return "a list of whole numbers"
+    inner = get_args(hint)[0] if get_args(hint) else hint
+    return names.get(inner, str(inner))

@@ -1,0 +1,189 @@
+"""Action distributions, one per kind of action space.
+
+All share one interface. `noise` draws what sampling needs, for a whole rollout at once and outside
+the scan; `sample` is then a plain function of it. `sample` returns the action before clipping or
+squashing, which is what a transition stores and `log_prob` is taken of; `to_env` makes of it what
+the environment is given. Leading axes are free: `...` below.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
+
+_LOG_2PI = float(np.log(2 * np.pi))
+
+
+class Distribution(Protocol):
+    """A batch of action distributions."""
+
+    def sample(self, noise: Array) -> Array: ...
+    def mode(self) -> Array: ...
+    def log_prob(self, sample: Array) -> Array: ...
+    def entropy(self, noise: Array) -> Array: ...
+    def to_env(self, sample: Array) -> Array: ...
+
+
+@struct.dataclass
+class Categorical:
+    """One choice among n."""
+
+    logits: Array  # [..., n]
+
+    def sample(self, noise: Array) -> Array:
+        """[...] int32, by the Gumbel-max trick; noise is [..., n] Gumbel."""
+        return jnp.argmax(self.logits + noise, axis=-1)
+
+    def mode(self) -> Array:
+        """[...] int32."""
+        return jnp.argmax(self.logits, axis=-1)
+
+    def log_prob(self, sample: Array) -> Array:
+        """[...] of sample [...]."""
+        # A one-hot product: the gradient of an indexed lookup is a slow scatter.
+        chosen = jax.nn.one_hot(sample, self.logits.shape[-1], dtype=self.logits.dtype)
+        return jnp.sum(jax.nn.log_softmax(self.logits) * chosen, axis=-1)
+
+    def entropy(self, noise: Array) -> Array:
+        """[...] nats, exact."""
+        del noise
+        log_probs = jax.nn.log_softmax(self.logits)
+        return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+    def to_env(self, sample: Array) -> Array:
+        return sample
+
+
+@struct.dataclass
+class MultiCategorical:
+    """Independent choices, the logits of all of them side by side."""
+
+    logits: Array  # [..., sum(nvec)]
+    nvec: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def _parts(self, array: Array) -> list[Array]:
+        return jnp.split(array, np.cumsum(self.nvec)[:-1].tolist(), axis=-1)
+
+    def _choices(self) -> list[Categorical]:
+        return [Categorical(logits) for logits in self._parts(self.logits)]
+
+    def sample(self, noise: Array) -> Array:
+        """[..., A] int32; noise is [..., sum(nvec)] Gumbel."""
+        drawn = zip(self._choices(), self._parts(noise), strict=True)
+        return jnp.stack([choice.sample(part) for choice, part in drawn], axis=-1)
+
+    def mode(self) -> Array:
+        """[..., A] int32."""
+        return jnp.stack([choice.mode() for choice in self._choices()], axis=-1)
+
+    def log_prob(self, sample: Array) -> Array:
+        """[...] of sample [..., A]."""
+        return sum(
+            (choice.log_prob(sample[..., i]) for i, choice in enumerate(self._choices())),
+            start=jnp.zeros(sample.shape[:-1]),
+        )
+
+    def entropy(self, noise: Array) -> Array:
+        """[...] nats, exact."""
+        return sum(
+            (choice.entropy(noise) for choice in self._choices()),
+            start=jnp.zeros(self.logits.shape[:-1]),
+        )
+
+    def to_env(self, sample: Array) -> Array:
+        return sample
+
+
+@struct.dataclass
+class Gaussian:
+    """Diagonal Gaussian in the action's own units, clipped to the bounds for the environment."""
+
+    mean: Array  # [..., A]
+    log_std: Array  # [..., A]
+    low: Array  # [A], may be -inf
+    high: Array  # [A], may be inf
+
+    def sample(self, noise: Array) -> Array:
+        """[..., A], not clipped; noise is [..., A] standard normal."""
+        return self.mean + jnp.exp(self.log_std) * noise
+
+    def mode(self) -> Array:
+        """[..., A]."""
+        return self.mean
+
+    def log_prob(self, sample: Array) -> Array:
+        """[...] log-density of sample [..., A], before clipping."""
+        scaled = (sample - self.mean) * jnp.exp(-self.log_std)
+        return jnp.sum(-0.5 * (jnp.square(scaled) + _LOG_2PI) - self.log_std, axis=-1)
+
+    def entropy(self, noise: Array) -> Array:
+        """[...] nats, exact for the sample before clipping."""
+        del noise
+        return jnp.sum(self.log_std + 0.5 * (1 + _LOG_2PI), axis=-1) * jnp.ones_like(
+            self.mean[..., 0]
+        )
+
+    def to_env(self, sample: Array) -> Array:
+        return jnp.clip(sample, self.low, self.high)
+
+
+@struct.dataclass
+class TanhGaussian:
+    """Diagonal Gaussian through tanh, stretched onto finite bounds (Haarnoja et al., 2018).
+
+    `sample` and `mode` return the Gaussian's side, so no density is ever taken through `atanh`.
+    """
+
+    mean: Array  # [..., A] before tanh
+    log_std: Array  # [..., A]
+    low: Array  # [A]
+    high: Array  # [A]
+
+    def _base(self) -> Gaussian:
+        return Gaussian(self.mean, self.log_std, self.low, self.high)
+
+    def _log_slope(self, sample: Array) -> Array:
+        """[...] log |d to_env / d sample|, stable for large samples."""
+        log_tanh = 2 * (jnp.log(2.0) - sample - jax.nn.softplus(-2 * sample))
+        return jnp.sum(log_tanh + jnp.log((self.high - self.low) / 2), axis=-1)
+
+    def sample(self, noise: Array) -> Array:
+        """[..., A] before tanh; noise is [..., A] standard normal."""
+        return self._base().sample(noise)
+
+    def mode(self) -> Array:
+        """[..., A] before tanh: its image is the median of the squashed distribution."""
+        return self.mean
+
+    def log_prob(self, sample: Array) -> Array:
+        """[...] log-density of the squashed action whose unsquashed sample [..., A] is given."""
+        return self._base().log_prob(sample) - self._log_slope(sample)
+
+    def entropy(self, noise: Array) -> Array:
+        """[...] nats, estimated from the one sample that noise [..., A] draws."""
+        base = self._base()
+        return base.entropy(noise) + self._log_slope(base.sample(noise))
+
+    def to_env(self, sample: Array) -> Array:
+        return self.low + (jnp.tanh(sample) + 1) * (self.high - self.low) / 2
+
+
+def draw_noise(key: Array, space: Space, shape: tuple[int, ...]) -> Array:
+    """What `sample` needs for a batch of `shape`: Gumbel [..., n] or standard normal [..., A].
+
+    Consumes key.
+    """
+    match space:
+        case Discrete(n):
+            return jax.random.gumbel(key, (*shape, n))
+        case MultiDiscrete(nvec):
+            return jax.random.gumbel(key, (*shape, sum(nvec)))
+        case Box():
+            return jax.random.normal(key, (*shape, space.size))

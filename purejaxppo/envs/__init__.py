@@ -1,0 +1,106 @@
+"""Environments by name: `make`, `register`, `list_environments`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from purejaxppo.config import ConfigError, suggest
+from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
+
+Factory = Callable[..., Any]
+
+_GYMNAX = """
+    CartPole-v1 Pendulum-v1 Acrobot-v1 MountainCar-v0 MountainCarContinuous-v0
+    Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar SpaceInvaders-MinAtar
+    Catch-bsuite DeepSea-bsuite MemoryChain-bsuite UmbrellaChain-bsuite DiscountingChain-bsuite
+    MNISTBandit-bsuite SimpleBandit-bsuite
+    FourRooms-misc MetaMaze-misc PointRobot-misc BernoulliBandit-misc GaussianBandit-misc
+    Reacher-misc Swimmer-misc Pong-misc FrozenLake-misc
+""".split()
+
+# Name -> the suite's module, imported when one of its environments is asked for, or a factory.
+_REGISTRY: dict[str, str | Factory] = dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax")
+
+
+def list_environments() -> list[str]:
+    """The names of all environments."""
+    return list(_REGISTRY)
+
+
+def register(name: str, factory: Factory) -> None:
+    """Makes an environment available as `--env name`.
+
+    Args:
+        factory: called with `--env-args`; returns an `Environment`, a `VectorEnvironment`'s maker
+            is not needed, or an environment of Gymnax's style.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _REGISTRY:
+        raise ValueError(f"environment {name!r} is already registered")
+    _REGISTRY[name] = factory
+
+
+def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
+    """One environment, from a registered name or "my_module:MyEnv".
+
+    Raises:
+        ConfigError: an unknown name, module or argument.
+    """
+    arguments = dict(env_args or {})
+    entry = _REGISTRY.get(name)
+    if entry is None and ":" in name:
+        entry = _import(name)
+    if entry is None:
+        raise ConfigError(
+            f"unknown environment {name!r}{suggest(name, _REGISTRY)} "
+            "(`purejaxppo envs` lists all; your own: --env my_module:MyEnv)"
+        )
+    if isinstance(entry, str):
+        return importlib.import_module(entry).make(name, arguments)
+    return _build(name, entry, arguments)
+
+
+def _import(name: str) -> Factory:
+    module_name, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ConfigError(f"--env {name}: {error}") from None
+    except AttributeError:
+        raise ConfigError(f"--env {name}: {module_name} has no {attribute!r}") from None
+
+
+def _build(name: str, factory: Factory, arguments: dict[str, Any]) -> Environment:
+    """An environment of the user's: by our protocol, or of Gymnax's style."""
+    if hasattr(factory, "step_env"):
+        from purejaxppo.envs import gymnax
+
+        return gymnax.build(name, factory, arguments)
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"--env-args: {name}: {error}") from None
+    env = factory(**arguments)
+    if hasattr(env, "step_env"):
+        from purejaxppo.envs import gymnax
+
+        return gymnax.GymnaxEnvironment(env)
+    for attribute in ("observation_space", "action_space", "max_episode_steps", "reset", "step"):
+        if not hasattr(env, attribute):
+            raise ConfigError(f"--env {name}: it has no {attribute}; see purejaxppo.envs.base")
+    return env
+
+
+__all__ = [
+    "Environment",
+    "VectorEnvironment",
+    "Vectorized",
+    "list_environments",
+    "make",
+    "register",
+]

@@ -1,0 +1,227 @@
+"""What an environment is to the trainer, and the only auto-reset, clock and episode statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from purejaxppo.spaces import Space
+from purejaxppo.types import Episode, PyTree, TimeStep
+
+
+class Environment(Protocol):
+    """One environment, without any reset of its own.
+
+    Attributes:
+        max_episode_steps: the time limit, kept by `Vectorized`; None for none.
+        may_truncate: whether `step` may set `truncated` before that limit; may be left out for no.
+    """
+
+    observation_space: Space
+    action_space: Space
+    max_episode_steps: int | None
+    may_truncate: bool
+
+    def reset(self, key: Array) -> tuple[PyTree, Array]:
+        """(state, obs) of a new episode."""
+        ...
+
+    def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
+        """The next state, whose `obs` is the final one where the episode ended."""
+        ...
+
+
+class VectorEnvironment(Protocol):
+    """N environments that begin a new episode by themselves: what the trainer sees.
+
+    A state has a field `obs` [N, ...], what to act on next.
+
+    Attributes:
+        truncation_window: no environment truncates twice in so many steps; None: never truncates.
+    """
+
+    observation_space: Space
+    action_space: Space
+    num_envs: int
+    truncation_window: int | None
+
+    def reset(self, key: Array) -> Any:
+        """The state at the start of N episodes."""
+        ...
+
+    def begin_rollout(self, key: Array, state: Any) -> Any:
+        """Draws what a rollout needs, such as start states."""
+        ...
+
+    def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep, Episode]:
+        """One step of each; key [N], action [N, ...]."""
+        ...
+
+
+@struct.dataclass
+class Starts:
+    """Start states of episodes."""
+
+    state: PyTree  # [P, N, ...]
+    obs: Array  # [P, N, ...]
+
+
+@struct.dataclass
+class VectorState:
+    """State of N environments."""
+
+    env: PyTree  # [N, ...]
+    obs: Array  # [N, ...] what to act on next
+    score: Array  # [N] float32, of the episode so far
+    length: Array  # [N] int32, steps of the episode so far: the clock
+    pool: Starts | None  # where ended episodes start again; None: reset afresh
+    pool_index: Array  # [] int32, the pool's entry for the step that comes next
+
+
+@dataclass(frozen=True)
+class Vectorized:
+    """A VectorEnvironment of N copies of an Environment.
+
+    Attributes:
+        reset_mode: "fresh" resets every environment at every step and keeps what is needed: exact
+            and dear. "pool" draws P start states an environment at the start of a rollout; the
+            one that ends at step t continues from entry t % P.
+        pool_size: P.
+    """
+
+    env: Environment
+    num_envs: int
+    reset_mode: Literal["pool", "fresh"] = "pool"
+    pool_size: int = 8
+
+    @property
+    def observation_space(self) -> Space:
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        return self.env.action_space
+
+    @property
+    def truncation_window(self) -> int | None:
+        return 1 if getattr(self.env, "may_truncate", False) else self.env.max_episode_steps
+
+    def reset(self, key: Array) -> VectorState:
+        """The state at the start of N episodes; consumes key."""
+        starts = self._draw(key, (self.num_envs,))
+        pool = None
+        if self.reset_mode == "pool":  # a placeholder: begin_rollout draws it
+            pool = jax.tree.map(lambda x: jnp.stack([x] * self.pool_size), starts)
+        zeros = jnp.zeros(self.num_envs)
+        return VectorState(
+            starts.state, starts.obs, zeros, zeros.astype(jnp.int32), pool, jnp.zeros((), jnp.int32)
+        )
+
+    def begin_rollout(self, key: Array, state: VectorState) -> VectorState:
+        """Draws the pool of start states; consumes key."""
+        if self.reset_mode == "fresh":
+            return state
+        pool = self._draw(key, (self.pool_size, self.num_envs))
+        return state.replace(pool=pool, pool_index=jnp.zeros((), jnp.int32))
+
+    def step(
+        self, key: Array, state: VectorState, action: Array
+    ) -> tuple[VectorState, TimeStep, Episode]:
+        """One step of each environment, and a new episode where one ended.
+
+        A step whose observation or reward is not finite ends the episode, with zeros in their
+        place, and is not valid.
+
+        Args:
+            key: [N], each consumed.
+            action: [N, A...], flat where the action space is a Box.
+        """
+        action = action.reshape(self.num_envs, *self.action_space.shape)
+        key_step, key_reset = key, key
+        if state.pool is None:
+            key_step, key_reset = jnp.moveaxis(jax.vmap(jax.random.split)(key), 1, 0)
+        env, raw = jax.vmap(self.env.step)(key_step, state.env, action)
+        length = state.length + 1
+        timestep = self._checked(raw, length)
+        score = state.score + timestep.reward
+        ended = timestep.terminated | timestep.truncated
+        episode = Episode(ended, score, length)
+        if state.pool is None:
+            start = Starts(*jax.vmap(self._start)(key_reset))
+        else:
+            start = jax.tree.map(lambda x: x[state.pool_index], state.pool)
+        state = VectorState(
+            env=_select(ended, start.state, env),
+            obs=_select(ended, start.obs, timestep.obs),
+            score=jnp.where(ended, 0.0, score),
+            length=jnp.where(ended, 0, length),
+            pool=state.pool,
+            pool_index=(state.pool_index + 1) % self.pool_size,
+        )
+        return state, timestep, episode
+
+    def _start(self, key: Array) -> tuple[PyTree, Array]:
+        state, obs = self.env.reset(key)
+        return strong_types(state), self._cast(obs)
+
+    def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
+        """Start states [*shape, ...]."""
+        start = self._start
+        for _ in shape:
+            start = jax.vmap(start)
+        return Starts(*start(jax.random.split(key, shape)))
+
+    def _cast(self, obs: Array) -> Array:
+        """Integers as int32, everything else as float32."""
+        obs = jnp.asarray(obs)
+        integer = jnp.issubdtype(obs.dtype, jnp.integer)
+        return obs.astype(jnp.int32 if integer else jnp.float32)
+
+    def _checked(self, raw: TimeStep, length: Array) -> TimeStep:
+        """The time step [N] with its shapes asserted, the time limit kept and NaN left out."""
+        batch = (self.num_envs,)
+        valid = jnp.ones(batch, bool) if raw.valid is None else raw.valid.astype(bool)
+        chex.assert_shape(raw.obs, batch + self.observation_space.shape, custom_message="obs")
+        chex.assert_shape(raw.reward, batch, custom_message="reward")
+        chex.assert_shape(raw.terminated, batch, custom_message="terminated")
+        chex.assert_shape(raw.truncated, batch, custom_message="truncated")
+        chex.assert_shape(valid, batch, custom_message="valid")
+        reward, obs = raw.reward.astype(jnp.float32), self._cast(raw.obs)
+        finite = jnp.isfinite(reward)
+        finite &= jnp.all(jnp.isfinite(obs).reshape(self.num_envs, -1), axis=1)
+        truncated = raw.truncated.astype(bool)
+        if self.env.max_episode_steps is not None:
+            truncated |= length >= self.env.max_episode_steps
+        return TimeStep(
+            obs=_select(finite, obs, jnp.zeros_like(obs)),
+            reward=jnp.where(finite & valid, reward, 0.0),
+            terminated=raw.terminated.astype(bool) | ~finite,
+            truncated=truncated & finite,
+            valid=finite & valid,
+        )
+
+
+def strong_types(tree: PyTree) -> PyTree:
+    """The same arrays without weak types, which would compile everything twice."""
+    return jax.tree.map(lambda x: _as_dtype(x, jnp.asarray(x).dtype), tree)
+
+
+def _as_dtype(x: Array, dtype: Any) -> Array:
+    return x if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, dtype)
+
+
+def _select(condition: Array, chosen: PyTree, other: PyTree) -> PyTree:
+    """Leaves [N, ...] of `chosen` where condition [N], else of `other`, in the dtypes of `chosen`."""
+
+    def select(a: Array, b: Array) -> Array:
+        chex.assert_equal_shape([a, b])
+        mask = condition.reshape(condition.shape + (1,) * (a.ndim - 1))
+        return jnp.where(mask, a, _as_dtype(b, a.dtype))
+
+    return jax.tree.map(select, chosen, other)

@@ -1,0 +1,123 @@
+"""Gymnax: every environment registered there, and any of its style."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+from typing import Any
+from urllib.error import URLError
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from purejaxppo import spaces
+from purejaxppo.config import ConfigError, suggest
+from purejaxppo.types import PyTree, TimeStep
+
+# Gymnax imports these for drawing only, and they take longer to load than all the rest.
+_DRAWING = ("matplotlib.pyplot", "matplotlib.colors", "seaborn", "scipy.stats", "pandas")
+
+
+def _import_gymnax() -> Any:
+    for name in _DRAWING:
+        if name not in sys.modules:
+            _load_lazily(name)
+    import gymnax
+
+    return gymnax
+
+
+def _load_lazily(name: str) -> None:
+    """Puts a module into `sys.modules` that loads when it is first used."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+class GymnaxEnvironment:
+    """A Gymnax environment through its raw `step_env` and `reset_env`, as an `Environment`.
+
+    Args:
+        env: in Gymnax's style.
+        params: its parameters, the default ones where None.
+    """
+
+    def __init__(self, env: Any, params: Any = None) -> None:
+        self._env = env
+        self._params = env.default_params if params is None else params
+        self.observation_space = convert_space(env.observation_space(self._params))
+        self.action_space = convert_space(env.action_space(self._params))
+        self.max_episode_steps: int | None = int(self._params.max_steps_in_episode)
+        base = _import_gymnax().environments.environment.Environment
+        self.may_truncate = type(env).is_truncated is not base.is_truncated
+
+    def reset(self, key: Array) -> tuple[PyTree, Array]:
+        """(state, obs) of a new episode; consumes key."""
+        obs, state = self._env.reset_env(key, self._params)
+        return state, jnp.asarray(obs)
+
+    def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
+        """One raw step; consumes key."""
+        obs, state, reward, terminated, _ = self._env.step_env(key, state, action, self._params)
+        truncated = self._env.is_truncated(state, self._params)
+        return state, TimeStep(jnp.asarray(obs), reward, terminated, jnp.asarray(truncated))
+
+
+def make(name: str, env_args: dict[str, Any]) -> GymnaxEnvironment:
+    """A registered environment. Arguments go to its constructor or its parameters, by their names.
+
+    Raises:
+        ConfigError: an argument that neither knows, or data that cannot be downloaded.
+    """
+    factory = _import_gymnax().registration._registry[name]
+    return build(name, factory, env_args)
+
+
+def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironment:
+    """An environment of Gymnax's style from its class; see `make`."""
+    accepted = set(inspect.signature(factory).parameters)
+    try:
+        env = factory(**{k: v for k, v in env_args.items() if k in accepted})
+    except (URLError, ConnectionError) as error:
+        raise ConfigError(f"{name} downloads its data, and that failed: {error}") from None
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"--env-args of {name}: {error}") from None
+    fields = {field.name for field in dataclasses.fields(env.default_params)}
+    for argument in env_args:
+        if argument not in accepted | fields:
+            known = sorted(accepted | fields)
+            raise ConfigError(
+                f"--env-args: {name} has no argument {argument!r}{suggest(argument, known)} "
+                f"(it has {', '.join(known)})"
+            )
+    changes = {k: v for k, v in env_args.items() if k not in accepted}
+    return GymnaxEnvironment(env, dataclasses.replace(env.default_params, **changes))
+
+
+def convert_space(space: Any) -> spaces.Space:
+    """Our space for one of Gymnax's.
+
+    Raises:
+        ConfigError: a kind of space that PPO has no head or encoding for.
+    """
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return spaces.Discrete(int(space.n))
+    if kind == "Box":
+        shape = (space.shape,) if isinstance(space.shape, int) else tuple(space.shape)
+        return spaces.Box(_bound(space.low), _bound(space.high), shape, np.dtype(space.dtype).name)
+    raise ConfigError(f"spaces of the kind {kind} are not supported")
+
+
+def _bound(bound: Any) -> float | tuple[float, ...]:
+    """A number, or a flat tuple; what is as large as float32 goes means no bound."""
+    array = np.asarray(bound, np.float64)
+    array = np.where(np.abs(array) >= np.finfo(np.float32).max, np.sign(array) * np.inf, array)
+    return float(array) if array.ndim == 0 else tuple(array.ravel().tolist())

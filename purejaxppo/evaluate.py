@@ -1,0 +1,78 @@
+"""Whole episodes of a policy, inside jit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from purejaxppo.agent import Agent
+from purejaxppo.distributions import draw_noise
+from purejaxppo.envs.base import VectorEnvironment
+from purejaxppo.stats import Moments
+from purejaxppo.types import Episode, PyTree
+
+# An episode without a time limit that is still going on after so many steps is given up.
+MAX_STEPS = 10_000
+
+
+@struct.dataclass
+class _Progress:
+    t: Array  # []
+    env_state: PyTree
+    carry: PyTree
+    first: Array  # [E] bool
+    episode: Episode  # [E] the first episode of each environment
+
+
+def evaluate(
+    env: VectorEnvironment,
+    agent: Agent,
+    params: PyTree,
+    obs_stats: Moments | None,
+    key: Array,
+    *,
+    max_steps: int | None = None,
+    deterministic: bool = True,
+) -> Episode:
+    """The first episode of each environment, so that short ones do not weigh more; consumes key.
+
+    Args:
+        env: of E environments.
+        max_steps: give up after so many; MAX_STEPS where None.
+        deterministic: take the most likely action instead of a sample.
+
+    Returns:
+        [E]; `ended` is False for an episode that was given up, which should not be counted.
+    """
+    num_envs = env.num_envs
+    limit = MAX_STEPS if max_steps is None else max_steps
+    key_reset, key_pool, key_steps = jax.random.split(key, 3)
+
+    def step(progress: _Progress) -> _Progress:
+        key_noise, key_env = jax.random.split(jax.random.fold_in(key_steps, progress.t))
+        obs = progress.env_state.obs
+        output = agent.apply(params, obs_stats, obs, progress.carry, progress.first)
+        if deterministic:
+            action = output.policy.mode()
+        else:
+            action = output.policy.sample(draw_noise(key_noise, env.action_space, (num_envs,)))
+        keys = jax.random.split(key_env, num_envs)
+        env_state, _, current = env.step(keys, progress.env_state, output.policy.to_env(action))
+        done = progress.episode.ended
+        episode = jax.tree.map(lambda a, b: jnp.where(done, a, b), progress.episode, current)
+        return _Progress(progress.t + 1, env_state, output.carry, current.ended, episode)
+
+    def unfinished(progress: _Progress) -> Array:
+        return (progress.t < limit) & ~jnp.all(progress.episode.ended)
+
+    zeros = jnp.zeros(num_envs)
+    start = _Progress(
+        t=jnp.zeros((), jnp.int32),
+        env_state=env.begin_rollout(key_pool, env.reset(key_reset)),
+        carry=agent.init_carry(num_envs),
+        first=jnp.ones(num_envs, bool),
+        episode=Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32)),
+    )
+    return jax.lax.while_loop(unfinished, step, start).episode

@@ -1,0 +1,156 @@
+"""Advantages and the PPO loss, as functions of plain arrays.
+
+Equations are those of Schulman et al. (2016), "High-dimensional continuous control using
+generalized advantage estimation", and Schulman et al. (2017), "Proximal policy optimization
+algorithms".
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from purejaxppo.distributions import Distribution
+
+
+@struct.dataclass
+class Minibatch:
+    """Samples of an update: what the network reads, and what the loss compares its answer with."""
+
+    obs: Array  # [B, ...]
+    first: Array  # [B] bool: obs begins an episode
+    noise: Array  # [B, ...] for a sampled entropy
+    action: Array  # [B, ...] before clipping or squashing
+    log_prob: Array  # [B] under the policy that acted
+    value: Array  # [B] of the value function that acted
+    advantage: Array  # [B]
+    target: Array  # [B] of the value function
+    valid: Array  # [B] bool, False: left out of everything
+
+
+@struct.dataclass
+class Coefficients:
+    """What weighs and clips the loss in this iteration, annealing applied."""
+
+    clip_eps: Array  # []
+    value_clip_eps: Array | None  # [], None: value not clipped
+    ent_coef: Array  # []
+    vf_coef: Array  # []
+
+
+@struct.dataclass
+class LossMetrics:
+    """Means over a minibatch."""
+
+    policy_loss: Array  # []
+    value_loss: Array  # [] before vf_coef
+    entropy: Array  # [] nats
+    approx_kl: Array  # [] nats
+    clip_fraction: Array  # []
+
+
+def gae(
+    reward: Array,
+    value: Array,
+    next_value: Array,
+    terminated: Array,
+    truncated: Array,
+    gamma: Array,
+    gae_lambda: Array,
+) -> Array:
+    """Generalised advantage estimates (Schulman et al., 2016, eq. 16).
+
+    delta_t = r_t + gamma (1 - terminated_t) V(next_t) - V_t
+    A_t     = delta_t + gamma lambda (1 - terminated_t) (1 - truncated_t) A_{t+1}
+
+    Args:
+        reward, value: [T, N].
+        next_value: [T, N] of the observation the step led to, before any reset.
+        terminated, truncated: [T, N] bool.
+        gamma, gae_lambda: [].
+
+    Returns:
+        [T, N]; add `value` for the value function's targets.
+    """
+    chex.assert_rank(reward, 2)
+    for name, array in (
+        ("value", value),
+        ("next_value", next_value),
+        ("terminated", terminated),
+        ("truncated", truncated),
+    ):
+        chex.assert_shape(array, reward.shape, custom_message=name)
+    delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
+    decay = jnp.where(terminated | truncated, 0.0, gamma * gae_lambda)
+
+    def backwards(advantage: Array, step: tuple[Array, Array]) -> tuple[Array, Array]:
+        delta, decay = step
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    _, advantages = jax.lax.scan(
+        backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True
+    )
+    return advantages
+
+
+def masked_mean(x: Array, mask: Array) -> Array:
+    """[] mean of x where mask, 0 where there is none; both of one shape."""
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def masked_var(x: Array, mask: Array) -> Array:
+    """[] variance of x where mask; both of one shape."""
+    return masked_mean(jnp.square(x - masked_mean(x, mask)), mask)
+
+
+def normalize_advantages(advantage: Array, valid: Array) -> Array:
+    """Brought to mean 0 and standard deviation 1 over the valid entries; both of one shape."""
+    std = jnp.sqrt(masked_var(advantage, valid))
+    return (advantage - masked_mean(advantage, valid)) / (std + 1e-8)
+
+
+def ppo_loss(
+    policy: Distribution, value: Array, batch: Minibatch, coef: Coefficients
+) -> tuple[Array, LossMetrics]:
+    """The clipped surrogate objective with value loss and entropy bonus (2017, eq. 7 and 9).
+
+    The value loss is half the mean squared error. Where it is clipped, it is the larger of the two
+    losses with and without moving V further than value_clip_eps from the value that acted.
+
+    Args:
+        policy: of the B observations, under the current parameters.
+        value: [B] likewise.
+
+    Returns:
+        [] the loss to minimise, and its parts.
+    """
+    for name in ("log_prob", "value", "advantage", "target", "valid"):
+        chex.assert_shape(getattr(batch, name), value.shape, custom_message=name)
+    log_prob = policy.log_prob(batch.action)
+    chex.assert_shape(log_prob, value.shape, custom_message="policy.log_prob")
+    # Where a step is not valid the ratio is 1 and gives no gradient, whatever was stored.
+    log_ratio = jnp.where(batch.valid, log_prob - batch.log_prob, 0.0)
+    ratio = jnp.exp(log_ratio)
+    clipped_ratio = jnp.clip(ratio, 1 - coef.clip_eps, 1 + coef.clip_eps)
+    surrogate = jnp.minimum(ratio * batch.advantage, clipped_ratio * batch.advantage)
+    error = jnp.square(value - batch.target)
+    if coef.value_clip_eps is not None:
+        move = jnp.clip(value - batch.value, -coef.value_clip_eps, coef.value_clip_eps)
+        error = jnp.maximum(error, jnp.square(batch.value + move - batch.target))
+    metrics = LossMetrics(
+        policy_loss=-masked_mean(surrogate, batch.valid),
+        value_loss=0.5 * masked_mean(error, batch.valid),
+        entropy=masked_mean(policy.entropy(batch.noise), batch.valid),
+        approx_kl=masked_mean(ratio - 1 - log_ratio, batch.valid),
+        clip_fraction=masked_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.valid),
+    )
+    loss = (
+        metrics.policy_loss
+        + coef.vf_coef * metrics.value_loss
+        - coef.ent_coef * metrics.entropy
+    )
+    return loss, metrics

@@ -1,0 +1,69 @@
+"""Action and observation spaces: static and hashable, so they may decide what is compiled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Whole numbers 0 ... n - 1, one int32."""
+
+    n: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return f"Discrete({self.n})"
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """A vector of whole numbers; entry i lies in 0 ... nvec[i] - 1."""
+
+    nvec: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.nvec),)
+
+    def __str__(self) -> str:
+        return f"MultiDiscrete({list(self.nvec)})"
+
+
+@dataclass(frozen=True)
+class Box:
+    """Arrays of one shape between two bounds, each a number or a flat tuple in C order."""
+
+    low: float | tuple[float, ...]
+    high: float | tuple[float, ...]
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper bound, each float32 of `shape`."""
+        return self._full(self.low), self._full(self.high)
+
+    def _full(self, bound: float | tuple[float, ...]) -> np.ndarray:
+        array = np.asarray(bound, np.float32)
+        if array.ndim:
+            array = array.reshape(self.shape)
+        return np.broadcast_to(array, self.shape)
+
+    def __str__(self) -> str:
+        low, high = self.bounds
+        limits = f"{low.min():g} ... {high.max():g}" if self.size else "empty"
+        return f"Box({list(self.shape)}, {limits}, {self.dtype})"
+
+
+Space = Discrete | MultiDiscrete | Box

@@ -1,0 +1,97 @@
+"""Running moments of observations and of discounted returns.
+
+Batches are merged with Chan, Golub & LeVeque's parallel update (1979), which needs no second pass
+and stays accurate for large means.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+
+@struct.dataclass
+class Moments:
+    """Mean and variance over everything seen; 0 and 1 before anything is."""
+
+    count: Array  # [] float32
+    mean: Array  # [...]
+    var: Array  # [...]
+
+
+@struct.dataclass
+class ReturnStats:
+    """Moments of the discounted return, and the return of each unfinished episode so far."""
+
+    moments: Moments  # of shape []
+    trace: Array  # [N]
+
+
+def init_moments(shape: tuple[int, ...]) -> Moments:
+    """Moments before any sample, for arrays of `shape`."""
+    return Moments(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape))
+
+
+def update_moments(moments: Moments, samples: Array, valid: Array) -> Moments:
+    """Merges a batch; samples that are not valid do not count.
+
+    Args:
+        moments: of shape [...].
+        samples: [T, N, ...].
+        valid: [T, N] bool.
+    """
+    axes = tuple(range(valid.ndim))
+    mask = valid.reshape(valid.shape + (1,) * (samples.ndim - valid.ndim))
+    count = jnp.sum(valid, dtype=jnp.float32)
+    size = jnp.maximum(count, 1.0)
+    # Deviations from the running mean keep float32 exact where the mean is far from zero.
+    deviation = jnp.where(mask, samples - moments.mean, 0.0)
+    shift = jnp.sum(deviation, axes) / size
+    var = jnp.sum(jnp.where(mask, jnp.square(deviation - shift), 0.0), axes) / size
+    weight = count / jnp.maximum(moments.count + count, 1.0)
+    return Moments(
+        count=moments.count + count,
+        mean=moments.mean + weight * shift,
+        var=(1 - weight) * moments.var + weight * (var + (1 - weight) * jnp.square(shift)),
+    )
+
+
+def normalize(moments: Moments, samples: Array, clip: float = 10.0) -> Array:
+    """(samples - mean) / std, clipped to +-clip; samples [..., *moments.shape]."""
+    return jnp.clip((samples - moments.mean) * jax.lax.rsqrt(moments.var + 1e-8), -clip, clip)
+
+
+def init_return_stats(num_envs: int) -> ReturnStats:
+    """Return statistics before any step."""
+    return ReturnStats(init_moments(()), jnp.zeros(num_envs))
+
+
+def update_return_stats(
+    stats: ReturnStats, reward: Array, ended: Array, valid: Array, gamma: Array
+) -> ReturnStats:
+    """Follows the discounted return through a rollout and merges it into the moments.
+
+    Args:
+        stats: with trace [N].
+        reward: [T, N], the environment's own.
+        ended: [T, N] bool; the trace restarts at zero after such a step.
+        valid: [T, N] bool; other steps are left out of trace and moments.
+        gamma: [].
+    """
+
+    def accumulate(trace: Array, step: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        reward, ended, valid = step
+        discounted = jnp.where(valid, gamma * trace + reward, trace)
+        return jnp.where(ended, 0.0, discounted), discounted
+
+    trace, returns = jax.lax.scan(accumulate, stats.trace, (reward, ended, valid))
+    return ReturnStats(update_moments(stats.moments, returns, valid), trace)
+
+
+def return_scale(stats: ReturnStats | None) -> Array:
+    """[] what rewards are divided by: the standard deviation of the return, 1 without statistics."""
+    if stats is None:
+        return jnp.ones(())
+    return jnp.sqrt(stats.moments.var + 1e-8)

@@ -1,0 +1,180 @@
+"""Trainings as compiled programs: one run as a pure function, and many runs over all devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from purejaxppo import envs, ppo
+from purejaxppo.agent import make_agent
+from purejaxppo.config import Config, Hyper
+from purejaxppo.envs.base import Vectorized, VectorEnvironment
+from purejaxppo.evaluate import evaluate
+from purejaxppo.types import Episode, Metrics, PyTree, TrainState
+
+# Most iterations a chunk can be asked for: enough that launching it costs nothing.
+MAX_CHUNK = 256
+
+
+def make_setup(config: Config, env: envs.Environment | None = None) -> ppo.Setup:
+    """Environment and agent of a configuration.
+
+    Args:
+        env: in place of the one that the configuration names.
+
+    Raises:
+        ConfigError: an unknown environment, or an option that does not fit it.
+    """
+    if env is None:
+        env = envs.make(config.env, dict(config.env_args))
+    vector = Vectorized(env, config.num_envs, config.reset_mode, config.pool_size)
+    return ppo.Setup(config, vector, make_agent(config, env.observation_space, env.action_space))
+
+
+def make_train(
+    config: Config, env: envs.Environment | None = None
+) -> Callable[[Array, Hyper], tuple[TrainState, Metrics]]:
+    """A whole training as one pure function of (key, hyper), to be jitted and vmapped.
+
+    It returns the final state and metrics [iterations].
+    """
+    setup = make_setup(config, env)
+    iterations = np.float32(config.iterations)
+
+    def train(key: Array, hyper: Hyper) -> tuple[TrainState, Metrics]:
+        hyper = as_arrays(hyper)
+        return jax.lax.scan(
+            lambda state, _: ppo.iterate(setup, state, hyper, iterations),
+            ppo.init(setup, key, hyper),
+            length=config.iterations,
+        )
+
+    return train
+
+
+def as_arrays(hyper: Hyper) -> Hyper:
+    """Strong float32 arrays, so that a Python number and an array compile to the same program."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), hyper)
+
+
+def stack_hypers(hypers: list[Hyper]) -> Hyper:
+    """[R] one hyperparameter set a run. All must leave out the same optional ones."""
+    return jax.tree.map(lambda *x: np.asarray(x, np.float32), *hypers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How R runs are laid out: blocks of vmapped runs, one after another, on every device."""
+
+    num_runs: int
+    num_devices: int
+    block: int
+
+    @property
+    def padded(self) -> int:
+        """Runs computed. The last is repeated to fill the blocks: a smaller one compiles anew."""
+        unit = self.num_devices * self.block
+        return -(-self.num_runs // unit) * unit
+
+
+def make_plan(num_runs: int, block: int | None = None) -> Plan:
+    """The layout of runs on the devices at hand.
+
+    The block fixes the arithmetic: the same block size gives the same bits on any number of
+    devices. Its default on a CPU, at most 4, fits the cache.
+    """
+    devices = jax.devices()
+    num_devices = min(len(devices), num_runs)
+    if block is None:
+        block = -(-num_runs // num_devices)
+        if devices[0].platform == "cpu":
+            block = -(-block // -(-block // 4))
+    return Plan(num_runs, num_devices, block)
+
+
+class Trainer:
+    """The compiled programs of R runs; every leaf of states and hyperparameters is [R, ...].
+
+    init(seeds, hypers, ()) -> states
+    chunk(states, hypers, (count, iterations)) -> (states, Metrics [R, MAX_CHUNK]), of which the
+        first `count` hold; the states given are used up
+    evaluate(states, hypers, ()) -> Episode [R, E]
+    """
+
+    def __init__(self, setup: ppo.Setup, plan: Plan, eval_env: VectorEnvironment | None = None):
+        self.setup, self.plan = setup, plan
+        self._mesh = Mesh(np.array(jax.devices()[: plan.num_devices]), ("runs",))
+        self.init = self._map(functools.partial(_init, setup))
+        self.chunk = self._map(functools.partial(_chunk, setup), donate_argnums=0)
+        self.evaluate = self._map(functools.partial(_evaluate, setup, eval_env or setup.env))
+
+    def shard(self, runs: PyTree) -> PyTree:
+        """Host arrays [num_runs, ...] as device arrays [padded, ...]."""
+        extra = self.plan.padded - self.plan.num_runs
+        padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], extra, 0)]), runs)
+        return jax.device_put(padded, NamedSharding(self._mesh, PartitionSpec("runs")))
+
+    def fetch(self, runs: PyTree) -> PyTree:
+        """Device arrays [padded, ...] as host arrays [num_runs, ...]."""
+        return jax.tree.map(lambda x: np.asarray(x)[: self.plan.num_runs], runs)
+
+    def _map(self, function: Callable[..., PyTree], **jit_options: Any) -> Any:
+        """Jitted: function(state, hyper, shared) of each run, in blocks on every device."""
+
+        def blocks(states: PyTree, hypers: Hyper, shared: PyTree) -> PyTree:
+            each = lambda run: function(*run, shared)  # noqa: E731
+            return jax.lax.map(each, (states, hypers), batch_size=self.plan.block)
+
+        by_run, everywhere = PartitionSpec("runs"), PartitionSpec()
+        # Runs are independent: there is no replication between devices to be checked.
+        sharded = jax.shard_map(
+            blocks,
+            mesh=self._mesh,
+            in_specs=(by_run, by_run, everywhere),
+            out_specs=by_run,
+            check_vma=False,
+        )
+        return jax.jit(sharded, **jit_options)
+
+
+def _init(setup: ppo.Setup, seed: Array, hyper: Hyper, _: tuple[()]) -> TrainState:
+    """The state of the run with a seed, uint32 []."""
+    return ppo.init(setup, jax.random.key(seed), hyper)
+
+
+def _chunk(
+    setup: ppo.Setup, state: TrainState, hyper: Hyper, shared: tuple[Array, Array]
+) -> tuple[TrainState, Metrics]:
+    """`count` iterations; shared is (count [] int32, iterations [] float32).
+
+    The count is an argument, so a shorter last chunk and a longer training are the same program.
+    """
+    count, iterations = shared
+    shapes = jax.eval_shape(lambda s: ppo.iterate(setup, s, hyper, iterations)[1], state)
+    blank = jax.tree.map(lambda x: jnp.zeros((MAX_CHUNK, *x.shape), x.dtype), shapes)
+
+    def body(i: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
+        state, metrics = carry
+        state, new = ppo.iterate(setup, state, hyper, iterations)
+        return state, jax.tree.map(lambda rows, x: rows.at[i].set(x), metrics, new)
+
+    return jax.lax.fori_loop(0, count, body, (state, blank))
+
+
+def _evaluate(
+    setup: ppo.Setup, env: VectorEnvironment, state: TrainState, hyper: Hyper, _: tuple[()]
+) -> Episode:
+    """[E] episodes with the parameters and statistics a run has now."""
+    del hyper
+    # Training folds in the iteration first, so the two streams of keys never meet.
+    key = jax.random.fold_in(jax.random.fold_in(state.key, 2**32 - 2), state.iteration)
+    max_steps = setup.env.env.max_episode_steps
+    return evaluate(env, setup.agent, state.params, state.obs_stats, key, max_steps=max_steps)

@@ -1,0 +1,93 @@
+"""The pytrees that flow between modules, with a shape on every field.
+
+Letters, here and everywhere: R runs, T steps of a rollout, N environments, B minibatch, A action
+dimensions, K slots for final observations, P start states in a pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import struct
+from jax import Array
+
+PyTree = Any
+
+
+@struct.dataclass
+class TimeStep:
+    """What a step did, before any reset is applied. A single environment has no [N]."""
+
+    obs: Array  # [N, ...] the final observation where the episode ended
+    reward: Array  # [N]
+    terminated: Array  # [N] bool: the task ended, nothing is earned afterwards
+    truncated: Array  # [N] bool: a time limit cut the episode short
+    valid: Array | None = None  # [N] bool, False: not a real step; None: every step is real
+
+
+@struct.dataclass
+class Episode:
+    """Statistics of an episode, meaningful where it ended: the game's own score."""
+
+    ended: Array  # [N] bool
+    score: Array  # [N] undiscounted sum of the environment's rewards
+    length: Array  # [N] int32, steps
+
+
+@struct.dataclass
+class Transition:
+    """One step of experience as the loss reads it; [T, N] after a rollout, [B] in a minibatch."""
+
+    obs: Array  # [T, N, ...] what was acted on
+    first: Array  # [T, N] bool: obs begins an episode
+    action: Array  # [T, N, ...] the sample before clipping or squashing
+    noise: Array  # [T, N, ...] what the sample was drawn with
+    log_prob: Array  # [T, N] of action, under the policy that acted
+    value: Array  # [T, N] of obs, in the units of the scaled reward
+    reward: Array  # [T, N] the environment's own
+    terminated: Array  # [T, N] bool
+    truncated: Array  # [T, N] bool
+    valid: Array  # [T, N] bool
+
+
+@struct.dataclass
+class Rollout:
+    """T steps of N environments."""
+
+    transitions: Transition  # [T, N, ...]
+    episodes: Episode  # [T, N]
+    final_obs: Array  # [K, N, ...] final observation of the episode truncated in window k, if any
+
+
+@struct.dataclass
+class TrainState:
+    """Everything an exact resume of one run needs, and only that."""
+
+    params: PyTree
+    opt_state: PyTree
+    obs_stats: PyTree  # stats.Moments of observations, or None
+    return_stats: PyTree  # stats.ReturnStats, or None
+    env_state: PyTree
+    first: Array  # [N] bool: the observation to act on begins an episode
+    carry: PyTree  # a recurrent torso's memory, () without one
+    key: Array  # [] the run's key; iteration i uses fold_in(key, i)
+    iteration: Array  # [] int32
+
+
+@struct.dataclass
+class Metrics:
+    """One iteration in numbers. Episode means are NaN where no episode ended."""
+
+    episode_return: Array  # [] mean score of the episodes that ended
+    episode_length: Array  # [] their mean length, steps
+    episodes: Array  # [] int32, how many ended
+    value_mean: Array  # [] in the environment's own units
+    policy_loss: Array  # []
+    value_loss: Array  # []
+    entropy: Array  # [] nats
+    approx_kl: Array  # [] nats, mean(ratio - 1 - log ratio)
+    clip_fraction: Array  # []
+    explained_variance: Array  # []
+    grad_norm: Array  # [] before clipping
+    learning_rate: Array  # [] the policy's
+    invalid_steps: Array  # [] int32, steps left out (see TimeStep.valid)
