@@ -121,9 +121,19 @@ def init_params(network: nn.Module, key: Array, example: tuple, init_log_std: Ar
 
 
 def orthogonalize(normal: Array) -> Array:
-    """[..., n] -> [..., n] with orthonormal rows or columns, uniform where entries are normal."""
+    """[..., n] -> [..., n] with orthonormal rows or columns, uniform where entries are normal.
+
+    The polar factor by Newton and Schulz's iteration: products of matrices only. A QR
+    decomposition calls LAPACK, which can wait for ever when several CPU devices share the cores.
+    """
     matrix = normal.reshape(-1, normal.shape[-1])
-    wide = matrix.shape[0] < matrix.shape[1]
-    q, r = jnp.linalg.qr(matrix.T if wide else matrix)
-    q = q * jnp.sign(jnp.diagonal(r))
-    return (q.T if wide else q).reshape(normal.shape)
+    if wide := matrix.shape[0] < matrix.shape[1]:
+        matrix = matrix.T
+    # A normal matrix has singular values up to about this; below sqrt(3) of it, all go to 1.
+    largest = sum(size**0.5 for size in matrix.shape)
+
+    def step(_: Array, x: Array) -> Array:
+        return 1.5 * x - 0.5 * jnp.matmul(x, jnp.matmul(x.T, x, precision="highest"), precision="highest")
+
+    matrix = jax.lax.fori_loop(0, 40, step, matrix / largest)
+    return (matrix.T if wide else matrix).reshape(normal.shape)

@@ -1,0 +1,393 @@
+"""The commands: `purejaxppo train` and `purejaxppo envs`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import io
+import math
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import tyro
+import yaml
+
+import purejaxppo
+from purejaxppo import config as options
+from purejaxppo import ppo
+from purejaxppo.config import ConfigError, RunOptions, Settings
+from purejaxppo.display import Display
+from purejaxppo.envs.base import Vectorized
+from purejaxppo.loggers import EvaluationTable, MetricsTable, pool
+from purejaxppo.ppo import Setup
+from purejaxppo.report import plot_learning_curve, write_summary
+from purejaxppo.train import (
+    MAX_CHUNK,
+    Plan,
+    Trainer,
+    as_arrays,
+    make_plan,
+    make_setup,
+    stack_hypers,
+)
+
+_DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuration of the environment
+where it has one, or over --config FILE. Whole numbers may be written 1e6 or 1_000_000."""
+
+# A chunk lasts about so long, so that progress moves and Ctrl-C is heard.
+_CHUNK_SECONDS = 0.5
+
+
+def main() -> int:
+    """The console script; returns the exit status."""
+    commands: dict[str, Callable[[list[str]], int]] = {"train": train_command, "envs": envs_command}
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in commands:
+        return commands[arguments[0]](arguments[1:])
+    usage = f"usage: purejaxppo {{{','.join(commands)}}} [options]; --help after a command explains it"
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage)
+        return 0
+    if arguments:
+        print(f"purejaxppo: unknown command {arguments[0]!r}", file=sys.stderr)
+    print(usage, file=sys.stderr)
+    return 2
+
+
+def envs_command(arguments: list[str]) -> int:
+    """Lists what can be trained."""
+    from purejaxppo.envs import list_environments
+
+    parser = argparse.ArgumentParser(prog="purejaxppo envs", description=envs_command.__doc__)
+    parser.parse_args(arguments)
+    for name in list_environments():
+        tuned = "  tuned" if options.tuned_config(name) else ""
+        print(f"{name}{tuned}")
+    return 0
+
+
+def train_command(arguments: list[str]) -> int:
+    """Trains; returns the exit status: 0, 1 if every run diverged, 2 for wrong input, 130 Ctrl-C."""
+    try:
+        settings = parse(arguments)
+        options.validate(settings)
+        signal.signal(signal.SIGTERM, _interrupt)
+        return train(settings)
+    except ConfigError as error:
+        print(f"purejaxppo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def parse(arguments: list[str]) -> Settings:
+    """Settings from the command line.
+
+    Raises:
+        ConfigError: --config cannot be used.
+        SystemExit: status 0 after --help, 2 for an unknown option or a value of the wrong type.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--env")
+    first.add_argument("--config")
+    try:
+        known, rest = first.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    base = options.load_settings(known.env, known.config)
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return tyro.cli(
+                Settings,
+                prog="python -m purejaxppo.run",
+                description=_DESCRIPTION,
+                default=base,
+                args=rest,
+                registry=_registry(),
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise ConfigError(_one_line(message.getvalue(), rest)) from None
+
+
+def _one_line(message: str, arguments: list[str]) -> str:
+    """Tyro's boxed message as one line, with the nearest option for one it does not know."""
+    known = ["--" + name.replace("_", "-") for name in ("help", "config", *Settings().to_dict())]
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name.replace("--no-", "--") not in known:
+            return f"unknown option {name}{options.suggest(name, known)}"
+    # The box holds a title, what is wrong, and after a rule what --help says.
+    lines = [line.strip("│ ") for line in message.splitlines()]
+    rule = next((i for i, line in enumerate(lines) if i and line.startswith("──")), len(lines))
+    return " ".join(lines[1:rule])
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """How options of our own types are written: 1e6, 64,64 and size=8."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: Any) -> tyro.constructors.PrimitiveConstructorSpec | None:
+        if info.type is int:
+            return _spec("INT", options.parse_int, str, int)
+        if get_args(info.type) == (int, ...):
+            return _spec("INT,...", options.parse_layers, lambda x: ",".join(map(str, x)), tuple)
+        if info.type == options.EnvArgs:
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs="*",
+                metavar="NAME=VALUE",
+                instance_from_str=options.parse_env_args,
+                is_instance=lambda value: isinstance(value, tuple),
+                str_from_instance=lambda value: [f"{name}={item}" for name, item in value],
+            )
+        return None
+
+    return registry
+
+
+def _spec(
+    metavar: str, from_text: Callable[[str], Any], to_text: Callable[[Any], str], kind: type
+) -> tyro.constructors.PrimitiveConstructorSpec:
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda texts: from_text(texts[0]),
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [to_text(value)],
+    )
+
+
+def train(settings: Settings) -> int:
+    """Trains all runs of valid settings, shows it, and fills the run directory.
+
+    Returns:
+        The exit status: 0, or 1 if every run diverged, or 130 if it was interrupted.
+
+    Raises:
+        ConfigError: what cannot be known before the environment is: a name, an argument, a head
+            that does not fit, a directory in use. Nothing has been compiled by then.
+    """
+    sys.path.insert(0, os.getcwd())  # for --env my_module:MyEnv, with the console script too
+    _configure_jax(settings.run)
+    setup = make_setup(settings.config)
+    run_dir = _make_run_dir(settings)
+    plan = make_plan(settings.run.num_seeds, settings.run.runs_per_block)
+    display = Display(settings.config.total_timesteps)
+    display.header(_header(settings, setup, plan, run_dir))
+    training = _Training(settings, setup, plan, run_dir, display)
+    status = training.run()
+    display.say(f"written to {run_dir}")
+    return status
+
+
+def _configure_jax(run: RunOptions) -> None:
+    """Devices and compilation cache; must come before anything runs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(RuntimeError):  # the backend is up already, as in tests
+        jax.config.update("jax_num_cpu_devices", max(1, min(cores or 1, run.num_seeds)))
+    if not run.compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "purejaxppo"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _make_run_dir(settings: Settings) -> Path:
+    """Creates the run directory, with the complete configuration in it."""
+    name = settings.run.run_dir
+    if name is None:
+        env = re.sub(r"[^\w.-]+", "-", settings.config.env)
+        name = f"runs/{env}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = Path(name)
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"--run-dir {path}: in use; give another, or remove it first")
+        path.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(settings.to_dict(), sort_keys=False)
+        (path / "config.yaml").write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
+    return path
+
+
+def _header(settings: Settings, setup: Setup, plan: Plan, run_dir: Path) -> dict[str, str]:
+    config, run = settings.config, settings.run
+    state = jax.eval_shape(
+        lambda key: ppo.init(setup, key, as_arrays(settings.hyper)), jax.random.key(0)
+    )
+    steps = config.iterations * config.batch_size
+    rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
+    resets = "at every reset a new start state"
+    if config.reset_mode == "pool":
+        size = min(config.pool_size, config.num_steps)
+        resets = f"an environment repeats a start state after {size} of them in a rollout"
+    device = jax.devices()[0]
+    last = f" ... {run.seed + run.num_seeds - 1}" if run.num_seeds > 1 else ""
+    return {
+        "environment": f"{config.env}: {setup.env.observation_space} -> {setup.env.action_space}",
+        "resets": resets,
+        "parameters": f"{sum(x.size for x in jax.tree.leaves(state.params)):,}",
+        "steps": f"{steps:,} in {config.iterations:,} iterations of {config.num_envs} environments"
+        f" x {config.num_steps} steps{rounded}",
+        "runs": f"{run.num_seeds}, seed {run.seed}{last}, in blocks of {plan.block}",
+        "device": f"{plan.num_devices} x {device.device_kind} ({device.platform})",
+        "directory": str(run_dir),
+    }
+
+
+class _Training:
+    """The host's side of a training: it asks for chunks, and keeps the books between them."""
+
+    def __init__(
+        self, settings: Settings, setup: Setup, plan: Plan, run_dir: Path, display: Display
+    ) -> None:
+        config, run = settings.config, settings.run
+        self.settings, self.setup, self.plan = settings, setup, plan
+        self.run_dir, self.display = run_dir, display
+        self.seeds = [run.seed + i for i in range(run.num_seeds)]
+        interval = -(-config.iterations // run.metrics_rows) if run.metrics_rows else 1
+        self.metrics = MetricsTable(
+            run_dir / "metrics.csv", self.seeds, interval, config.batch_size
+        )
+        self.evaluations = EvaluationTable(run_dir / "evaluation.csv", self.seeds)
+        self.iteration = 0
+        self.seconds = 0.0  # of training alone
+        self.compile_seconds = 0.0
+        self.diverged = np.zeros(run.num_seeds, bool)
+        self.started = time.monotonic()
+
+    def run(self) -> int:
+        """Trains to the end or an interruption, and writes what there is either way."""
+        status = 0
+        try:
+            self._compile()
+            self.display.start()
+            self._train()
+        except KeyboardInterrupt:
+            status = 130
+            self.display.say(f"interrupted after {self.iteration} iterations")
+        finally:
+            self.display.stop()
+            self.metrics.close()
+            self.evaluations.close()
+        return self._finish(status)
+
+    def _compile(self) -> None:
+        run = self.settings.run
+        eval_env = Vectorized(self.setup.env.env, max(run.eval_episodes, 1), pool_size=1)
+        self.trainer = Trainer(self.setup, self.plan, eval_env)
+        seeds = self.trainer.shard(np.array(self.seeds, np.uint32))
+        self.hypers = self.trainer.shard(stack_hypers([self.settings.hyper] * run.num_seeds))
+        started = time.monotonic()
+        self.states = self.trainer.init(seeds, self.hypers, ())
+        shared = (np.int32(1), np.float32(1))
+        self._chunk = self.trainer.chunk.lower(self.states, self.hypers, shared).compile()
+        if run.eval_episodes:
+            self._evaluate = self.trainer.evaluate.lower(self.states, self.hypers, ()).compile()
+        self.compile_seconds = time.monotonic() - started
+        memory = self._chunk.memory_analysis()
+        size = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+        self.display.say(f"compiled in {self.compile_seconds:.1f} s, {size / 2**20:,.1f} MiB a device")
+
+    def _train(self) -> None:
+        config, run = self.settings.config, self.settings.run
+        every = run.eval_every
+        if every is None:
+            every = config.total_timesteps / 20
+        every = max(1, round(every / config.batch_size)) if every else config.iterations
+        count = 1
+        while self.iteration < config.iterations:
+            until = min(config.iterations, (self.iteration // every + 1) * every)
+            count = min(count, MAX_CHUNK, until - self.iteration)
+            seconds = self._train_chunk(count)
+            count = max(1, int(_CHUNK_SECONDS * count / seconds))
+            if run.eval_episodes and self.iteration == until:
+                self._evaluate_now()
+
+    def _train_chunk(self, count: int) -> float:
+        """`count` iterations; returns the seconds they took."""
+        config = self.settings.config
+        shared = (np.int32(count), np.float32(config.iterations))
+        started = time.monotonic()
+        self.states, metrics = self._chunk(self.states, self.hypers, shared)
+        metrics = self.trainer.fetch(metrics)
+        seconds = time.monotonic() - started
+        self.seconds += seconds
+        self.iteration += count
+        self.metrics.add(metrics, count)
+        losses = metrics.policy_loss + metrics.value_loss + metrics.grad_norm
+        self.diverged |= ~np.isfinite(losses[:, :count]).all(axis=1)
+        recent = pool({name: array[:, :count].T for name, array in vars(metrics).items()})
+        finite = recent["episode_return"][np.isfinite(recent["episode_return"])]
+        self.display.update(
+            self.iteration * config.batch_size,
+            float(finite.mean()) if finite.size else math.nan,
+            self._steps_per_second(),
+        )
+        return seconds
+
+    def _steps_per_second(self) -> float:
+        steps = self.iteration * self.settings.config.batch_size * len(self.seeds)
+        return steps / max(self.seconds, 1e-9)
+
+    def _evaluate_now(self) -> None:
+        episodes = self.trainer.fetch(self._evaluate(self.states, self.hypers, ()))
+        env_steps = self.iteration * self.settings.config.batch_size
+        self.evaluations.add(episodes, self.iteration, env_steps)
+
+    def _finish(self, status: int) -> int:
+        """Summary, plot and final table; returns the exit status."""
+        config = self.settings.config
+        final = [row for row in self.evaluations.rows if row["iteration"] == self.iteration]
+        means = [row["return_mean"] for row in final]
+        summary = {
+            "env": config.env,
+            "evaluation": {
+                "return_mean": float(np.mean(means)) if final else math.nan,
+                "return_std": float(np.std(means, ddof=1)) if len(final) > 1 else math.nan,
+                "return_per_run": means,
+                "return_std_per_run": [row["return_std"] for row in final],
+                "episodes": self.settings.run.eval_episodes,
+            },
+            "seeds": self.seeds,
+            "env_steps": self.iteration * config.batch_size,
+            "steps_per_second": self._steps_per_second(),
+            "compile_seconds": self.compile_seconds,
+            "wall_seconds": time.monotonic() - self.started,
+            "diverged_runs": [s for s, bad in zip(self.seeds, self.diverged, strict=True) if bad],
+            "interrupted": status != 0,
+            "versions": _versions(),
+            "device": f"{jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
+        }
+        write_summary(self.run_dir / "summary.json", summary)
+        title = f"{config.env}, PPO"
+        rows = self.metrics.rows
+        plot_learning_curve(self.run_dir / "learning_curve.png", title, rows, self.evaluations.rows)
+        self.display.results(summary, self.seeds)
+        return status or int(self.diverged.all())
+
+
+def _versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {"purejaxppo": purejaxppo.__version__, "python": platform.python_version(), **versions}
