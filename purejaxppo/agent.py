@@ -28,8 +28,7 @@ from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
 _ADAPTIVE_BOUNDS, _ADAPTIVE_FACTOR = (1e-5, 1e-2), 1.5
 
 
-@struct.dataclass
-class AgentOutput:
+class AgentOutput(struct.PyTreeNode):
     """What the agent says about a batch of observations."""
 
     policy: Distribution  # [...]
@@ -37,8 +36,7 @@ class AgentOutput:
     carry: Any  # memory after this observation, () without one
 
 
-@struct.dataclass
-class OptState:
+class OptState(struct.PyTreeNode):
     """Adam's moments, and the factor on the learning rates where it adapts to the KL divergence."""
 
     adam: optax.OptState
@@ -76,7 +74,7 @@ class Agent:
             first: [...] bool, the observation begins an episode.
         """
         features = self._features(obs_stats, obs)
-        output = self.network.apply({"params": params}, features, carry, first)
+        output: Any = self.network.apply({"params": params}, features, carry, first)
         return AgentOutput(self._policy(output), output.value, output.carry)
 
     def _features(self, obs_stats: stats.Moments | None, obs: Array) -> Array:
@@ -147,7 +145,9 @@ def check_spaces(config: Config, observation_space: Space, action_space: Space) 
             )
         return
     if not action_space.dtype.startswith("float"):
-        raise ConfigError(f"{config.env}: actions {action_space} of whole numbers are not supported")
+        raise ConfigError(
+            f"{config.env}: actions {action_space} of whole numbers are not supported"
+        )
     low, high = action_space.bounds
     if wanted == "categorical":
         raise ConfigError(
@@ -192,7 +192,7 @@ def learning_rate_scale(config: Config, opt_state: OptState, remaining: Array) -
 
 def adapt_learning_rate(hyper: Hyper, opt_state: OptState, approx_kl: Array) -> OptState:
     """Slows down where the policy moved more than twice desired_kl, speeds up below half of it."""
-    if opt_state.adaptive_scale is None:
+    if hyper.desired_kl is None or opt_state.adaptive_scale is None:
         return opt_state
     factor = jnp.where(approx_kl > 2 * hyper.desired_kl, 1 / _ADAPTIVE_FACTOR, 1.0)
     factor = jnp.where(approx_kl < hyper.desired_kl / 2, _ADAPTIVE_FACTOR, factor)
@@ -213,6 +213,7 @@ def apply_gradients(
     Args:
         scale: [] from `learning_rate_scale`.
     """
+    updates: Any
     updates, adam = _adam(hyper).update(grads, opt_state.adam)
     critic_rate = hyper.critic_learning_rate
     if critic_rate is None:

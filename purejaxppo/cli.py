@@ -25,7 +25,7 @@ import yaml
 
 import purejaxppo
 from purejaxppo import config as options
-from purejaxppo import ppo
+from purejaxppo import envs, ppo
 from purejaxppo.config import ConfigError, RunOptions, Settings
 from purejaxppo.display import Display
 from purejaxppo.envs.base import Vectorized
@@ -55,7 +55,9 @@ def main() -> int:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in commands:
         return commands[arguments[0]](arguments[1:])
-    usage = f"usage: purejaxppo {{{','.join(commands)}}} [options]; --help after a command explains it"
+    usage = (
+        f"usage: purejaxppo {{{','.join(commands)}}} [options]; --help after a command explains it"
+    )
     if arguments and arguments[0] in ("-h", "--help"):
         print(usage)
         return 0
@@ -67,11 +69,9 @@ def main() -> int:
 
 def envs_command(arguments: list[str]) -> int:
     """Lists what can be trained."""
-    from purejaxppo.envs import list_environments
-
     parser = argparse.ArgumentParser(prog="purejaxppo envs", description=envs_command.__doc__)
     parser.parse_args(arguments)
-    for name in list_environments():
+    for name in envs.list_environments():
         tuned = "  tuned" if options.tuned_config(name) else ""
         print(f"{name}{tuned}")
     return 0
@@ -188,13 +188,14 @@ def train(settings: Settings) -> int:
     """
     sys.path.insert(0, os.getcwd())  # for --env my_module:MyEnv, with the console script too
     _configure_jax(settings.run)
-    setup = make_setup(settings.config)
+    env = envs.make(settings.config.env, dict(settings.config.env_args))
+    setup = make_setup(settings.config, env)
+    eval_env = Vectorized(env, max(settings.run.eval_episodes, 1), pool_size=1)
     run_dir = _make_run_dir(settings)
     plan = make_plan(settings.run.num_seeds, settings.run.runs_per_block)
     display = Display(settings.config.total_timesteps)
     display.header(_header(settings, setup, plan, run_dir))
-    training = _Training(settings, setup, plan, run_dir, display)
-    status = training.run()
+    status = _Training(settings, Trainer(setup, plan, eval_env), run_dir, display).run()
     display.say(f"written to {run_dir}")
     return status
 
@@ -206,7 +207,7 @@ def _configure_jax(run: RunOptions) -> None:
         jax.config.update("jax_num_cpu_devices", max(1, min(cores or 1, run.num_seeds)))
     if not run.compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
-    elif jax.config.jax_compilation_cache_dir is None:
+    elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "purejaxppo"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -259,10 +260,10 @@ class _Training:
     """The host's side of a training: it asks for chunks, and keeps the books between them."""
 
     def __init__(
-        self, settings: Settings, setup: Setup, plan: Plan, run_dir: Path, display: Display
+        self, settings: Settings, trainer: Trainer, run_dir: Path, display: Display
     ) -> None:
         config, run = settings.config, settings.run
-        self.settings, self.setup, self.plan = settings, setup, plan
+        self.settings, self.trainer = settings, trainer
         self.run_dir, self.display = run_dir, display
         self.seeds = [run.seed + i for i in range(run.num_seeds)]
         interval = -(-config.iterations // run.metrics_rows) if run.metrics_rows else 1
@@ -294,8 +295,6 @@ class _Training:
 
     def _compile(self) -> None:
         run = self.settings.run
-        eval_env = Vectorized(self.setup.env.env, max(run.eval_episodes, 1), pool_size=1)
-        self.trainer = Trainer(self.setup, self.plan, eval_env)
         seeds = self.trainer.shard(np.array(self.seeds, np.uint32))
         self.hypers = self.trainer.shard(stack_hypers([self.settings.hyper] * run.num_seeds))
         started = time.monotonic()
@@ -307,7 +306,9 @@ class _Training:
         self.compile_seconds = time.monotonic() - started
         memory = self._chunk.memory_analysis()
         size = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-        self.display.say(f"compiled in {self.compile_seconds:.1f} s, {size / 2**20:,.1f} MiB a device")
+        self.display.say(
+            f"compiled in {self.compile_seconds:.1f} s, {size / 2**20:,.1f} MiB a device"
+        )
 
     def _train(self) -> None:
         config, run = self.settings.config, self.settings.run
@@ -329,19 +330,19 @@ class _Training:
         config = self.settings.config
         shared = (np.int32(count), np.float32(config.iterations))
         started = time.monotonic()
-        self.states, metrics = self._chunk(self.states, self.hypers, shared)
-        metrics = self.trainer.fetch(metrics)
+        self.states, chunk = self._chunk(self.states, self.hypers, shared)
+        chunk = self.trainer.fetch(chunk)
         seconds = time.monotonic() - started
         self.seconds += seconds
         self.iteration += count
-        self.metrics.add(metrics, count)
-        losses = metrics.policy_loss + metrics.value_loss + metrics.grad_norm
-        self.diverged |= ~np.isfinite(losses[:, :count]).all(axis=1)
-        recent = pool({name: array[:, :count].T for name, array in vars(metrics).items()})
-        finite = recent["episode_return"][np.isfinite(recent["episode_return"])]
+        metrics = {name: array[:, :count].T for name, array in vars(chunk).items()}
+        self.metrics.add(metrics)
+        losses = metrics["policy_loss"] + metrics["value_loss"] + metrics["grad_norm"]
+        self.diverged |= ~np.isfinite(losses).all(axis=0)
+        returns = pool(metrics)["episode_return"]
         self.display.update(
             self.iteration * config.batch_size,
-            float(finite.mean()) if finite.size else math.nan,
+            float(np.nanmean(returns)) if np.isfinite(returns).any() else math.nan,
             self._steps_per_second(),
         )
         return seconds

@@ -87,8 +87,7 @@ class Config:
         return -(-self.total_timesteps // self.batch_size)
 
 
-@struct.dataclass
-class Hyper:
+class Hyper(struct.PyTreeNode):
     """Hyperparameters: traced, so runs that differ in them share one compiled program."""
 
     learning_rate: float = 2.5e-4
@@ -183,7 +182,9 @@ def make_settings(values: Mapping[str, Any], where: str = "") -> Settings:
         if name not in known:
             raise ConfigError(f"{where}unknown option {name!r}{suggest(name, known)}")
     built = {
-        part: cls(**{n: _coerce(where + n, values[n], t) for n, t in hints[cls].items() if n in values})
+        part: cls(
+            **{n: _coerce(where + n, values[n], t) for n, t in hints[cls].items() if n in values}
+        )
         for part, cls in parts.items()
     }
     return Settings(**built)
@@ -253,7 +254,14 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def validate(settings: Settings) -> None:
     """Raises ConfigError for a value out of range or a combination that makes no sense."""
     config, hyper, run = settings.config, settings.hyper, settings.run
-    for name in ("total_timesteps", "num_envs", "num_steps", "update_epochs", "num_minibatches", "pool_size"):
+    for name in (
+        "total_timesteps",
+        "num_envs",
+        "num_steps",
+        "update_epochs",
+        "num_minibatches",
+        "pool_size",
+    ):
         _require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
     for name in ("torso_layers", "policy_layers", "value_layers"):
         widths = getattr(config, name)
@@ -286,7 +294,9 @@ def validate(settings: Settings) -> None:
         _require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
     _require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
     _require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
-    _require(run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0")
+    _require(
+        run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
+    )
     block = run.runs_per_block
     _require(block is None or block >= 1, "runs_per_block", block, "at least 1")
 

@@ -31,8 +31,7 @@ class Distribution(Protocol):
     def to_env(self, sample: Array) -> Array: ...
 
 
-@struct.dataclass
-class Categorical:
+class Categorical(struct.PyTreeNode):
     """One choice among n."""
 
     logits: Array  # [..., n]
@@ -61,8 +60,7 @@ class Categorical:
         return sample
 
 
-@struct.dataclass
-class MultiCategorical:
+class MultiCategorical(struct.PyTreeNode):
     """Independent choices, the logits of all of them side by side."""
 
     logits: Array  # [..., sum(nvec)]
@@ -101,8 +99,7 @@ class MultiCategorical:
         return sample
 
 
-@struct.dataclass
-class Gaussian:
+class Gaussian(struct.PyTreeNode):
     """Diagonal Gaussian in the action's own units, clipped to the bounds for the environment."""
 
     mean: Array  # [..., A]
@@ -134,8 +131,7 @@ class Gaussian:
         return jnp.clip(sample, self.low, self.high)
 
 
-@struct.dataclass
-class TanhGaussian:
+class TanhGaussian(struct.PyTreeNode):
     """Diagonal Gaussian through tanh, stretched onto finite bounds (Haarnoja et al., 2018).
 
     `sample` and `mode` return the Gaussian's side, so no density is ever taken through `atanh`.

@@ -17,8 +17,7 @@ from purejaxppo.types import Episode, PyTree
 MAX_STEPS = 10_000
 
 
-@struct.dataclass
-class _Progress:
+class _Progress(struct.PyTreeNode):
     t: Array  # []
     env_state: PyTree
     carry: PyTree
@@ -32,22 +31,19 @@ def evaluate(
     params: PyTree,
     obs_stats: Moments | None,
     key: Array,
-    *,
-    max_steps: int | None = None,
     deterministic: bool = True,
 ) -> Episode:
     """The first episode of each environment, so that short ones do not weigh more; consumes key.
 
     Args:
         env: of E environments.
-        max_steps: give up after so many; MAX_STEPS where None.
         deterministic: take the most likely action instead of a sample.
 
     Returns:
         [E]; `ended` is False for an episode that was given up, which should not be counted.
     """
     num_envs = env.num_envs
-    limit = MAX_STEPS if max_steps is None else max_steps
+    limit = env.max_episode_steps or MAX_STEPS
     key_reset, key_pool, key_steps = jax.random.split(key, 3)
 
     def step(progress: _Progress) -> _Progress:

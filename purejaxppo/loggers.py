@@ -62,14 +62,13 @@ class MetricsTable:
 
     def __post_init__(self) -> None:
         self._table = Table(self.path, METRICS_COLUMNS)
-        self._pending: list[Metrics] = []
+        self._pending: list[dict[str, np.ndarray]] = []
         self._iteration = 0
 
-    def add(self, metrics: Metrics, count: int) -> None:
-        """Takes the first `count` iterations of host metrics [R, C]."""
-        values = {name: np.asarray(array) for name, array in vars(metrics).items()}
-        for i in range(count):
-            self._pending.append(Metrics(**{name: array[:, i] for name, array in values.items()}))
+    def add(self, metrics: dict[str, np.ndarray]) -> None:
+        """Takes the metrics [C, R] of C further iterations."""
+        for i in range(len(metrics["episodes"])):
+            self._pending.append({name: array[i] for name, array in metrics.items()})
             self._iteration += 1
             if len(self._pending) == self.interval:
                 self._write_interval()
@@ -81,12 +80,9 @@ class MetricsTable:
         self._table.close()
 
     def _write_interval(self) -> None:
-        stacked = {
-            name: np.stack([getattr(m, name) for m in self._pending])
-            for name in Metrics.__dataclass_fields__
-        }
+        names = Metrics.__dataclass_fields__
+        means = pool({name: np.stack([m[name] for m in self._pending]) for name in names})
         self._pending.clear()
-        means = pool(stacked)
         rows = [
             {
                 "run": run,

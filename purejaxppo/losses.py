@@ -14,10 +14,10 @@ from flax import struct
 from jax import Array
 
 from purejaxppo.distributions import Distribution
+from purejaxppo.types import Scalar
 
 
-@struct.dataclass
-class Minibatch:
+class Minibatch(struct.PyTreeNode):
     """Samples of an update: what the network reads, and what the loss compares its answer with."""
 
     obs: Array  # [B, ...]
@@ -31,18 +31,16 @@ class Minibatch:
     valid: Array  # [B] bool, False: left out of everything
 
 
-@struct.dataclass
-class Coefficients:
+class Coefficients(struct.PyTreeNode):
     """What weighs and clips the loss in this iteration, annealing applied."""
 
-    clip_eps: Array  # []
-    value_clip_eps: Array | None  # [], None: value not clipped
-    ent_coef: Array  # []
-    vf_coef: Array  # []
+    clip_eps: Scalar
+    value_clip_eps: Scalar | None  # None: value not clipped
+    ent_coef: Scalar
+    vf_coef: Scalar
 
 
-@struct.dataclass
-class LossMetrics:
+class LossMetrics(struct.PyTreeNode):
     """Means over a minibatch."""
 
     policy_loss: Array  # []
@@ -58,8 +56,8 @@ def gae(
     next_value: Array,
     terminated: Array,
     truncated: Array,
-    gamma: Array,
-    gae_lambda: Array,
+    gamma: Scalar,
+    gae_lambda: Scalar,
 ) -> Array:
     """Generalised advantage estimates (Schulman et al., 2016, eq. 16).
 
@@ -91,9 +89,7 @@ def gae(
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    _, advantages = jax.lax.scan(
-        backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True
-    )
+    _, advantages = jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
     return advantages
 
 
@@ -148,9 +144,5 @@ def ppo_loss(
         approx_kl=masked_mean(ratio - 1 - log_ratio, batch.valid),
         clip_fraction=masked_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.valid),
     )
-    loss = (
-        metrics.policy_loss
-        + coef.vf_coef * metrics.value_loss
-        - coef.ent_coef * metrics.entropy
-    )
+    loss = metrics.policy_loss + coef.vf_coef * metrics.value_loss - coef.ent_coef * metrics.entropy
     return loss, metrics

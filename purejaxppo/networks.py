@@ -20,8 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@struct.dataclass
-class NetworkOutput:
+class NetworkOutput(struct.PyTreeNode):
     """What an ActorCritic says about a batch of observations."""
 
     policy: Array  # [..., O] logits, or the mean of a Gaussian
@@ -70,14 +69,12 @@ class ActorCritic(nn.Module):
         self.policy_head = nn.Dense(self.num_outputs)
         self.value_head = nn.Dense(1)
         if self.log_std == "parameter":
-            self.log_std_value = self.param(
-                "log_std", nn.initializers.zeros, (self.num_outputs,)
-            )
+            self.log_std_value = self.param("log_std", nn.initializers.zeros, (self.num_outputs,))
         elif self.log_std == "state":
             self.log_std_head = nn.Dense(self.num_outputs)
 
     def __call__(self, x: Array, carry: Any, first: Array) -> NetworkOutput:
-        """x [..., F] features, carry and first [...] for torsos with memory."""
+        """X [..., F] features, carry and first [...] for torsos with memory."""
         del first  # an MLP has no memory to clear
         features = self.torso(x) if self.shared_torso else x
         policy = self.policy(features)
@@ -133,7 +130,9 @@ def orthogonalize(normal: Array) -> Array:
     largest = sum(size**0.5 for size in matrix.shape)
 
     def step(_: Array, x: Array) -> Array:
-        return 1.5 * x - 0.5 * jnp.matmul(x, jnp.matmul(x.T, x, precision="highest"), precision="highest")
+        return 1.5 * x - 0.5 * jnp.matmul(
+            x, jnp.matmul(x.T, x, precision="highest"), precision="highest"
+        )
 
     matrix = jax.lax.fori_loop(0, 40, step, matrix / largest)
     return (matrix.T if wide else matrix).reshape(normal.shape)

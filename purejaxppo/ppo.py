@@ -39,7 +39,7 @@ from purejaxppo.losses import (
     normalize_advantages,
     ppo_loss,
 )
-from purejaxppo.types import Episode, Metrics, PyTree, Rollout, TrainState, Transition
+from purejaxppo.types import Episode, Metrics, PyTree, Rollout, Scalar, TrainState, Transition
 
 
 class Setup(NamedTuple):
@@ -50,8 +50,7 @@ class Setup(NamedTuple):
     agent: Agent
 
 
-@struct.dataclass
-class Learner:
+class Learner(struct.PyTreeNode):
     """What an update changes."""
 
     params: PyTree
@@ -59,8 +58,7 @@ class Learner:
     stopped: Array  # [] bool: target_kl was exceeded, nothing more changes in this iteration
 
 
-@struct.dataclass
-class UpdateMetrics:
+class UpdateMetrics(struct.PyTreeNode):
     """One minibatch's update in numbers."""
 
     losses: LossMetrics
@@ -69,8 +67,7 @@ class UpdateMetrics:
     applied: Array  # [] bool, False: skipped because of target_kl
 
 
-@struct.dataclass
-class Actor:
+class Actor(struct.PyTreeNode):
     """What a step of the rollout changes."""
 
     env_state: PyTree
@@ -100,7 +97,7 @@ def init(setup: Setup, key: Array, hyper: Hyper) -> TrainState:
 
 
 def iterate(
-    setup: Setup, state: TrainState, hyper: Hyper, iterations: Array
+    setup: Setup, state: TrainState, hyper: Hyper, iterations: Scalar
 ) -> tuple[TrainState, Metrics]:
     """One iteration of PPO.
 
@@ -123,12 +120,20 @@ def iterate(
     ), metrics
 
 
+def truncation_window(env: VectorEnvironment) -> int | None:
+    """W such that no environment truncates twice within W steps, however a rollout begins.
+
+    One slot for final observations in every window then holds them all. None: it never truncates.
+    """
+    return 1 if env.may_truncate else env.max_episode_steps
+
+
 def rollout(setup: Setup, state: TrainState, key: Array) -> tuple[TrainState, Rollout]:
     """T steps of the policy in N environments; consumes key.
 
     Every random number of the rollout is drawn here, in one batch each, outside the scan.
     """
-    config, env, agent = setup
+    config, env, _ = setup
     key_pool, key_noise, key_env = jax.random.split(key, 3)
     shape = (config.num_steps, env.num_envs)
     steps = (
@@ -137,7 +142,8 @@ def rollout(setup: Setup, state: TrainState, key: Array) -> tuple[TrainState, Ro
         jax.random.split(key_env, shape),
     )
     obs = state.env_state.obs
-    slots = -(-config.num_steps // env.truncation_window) if env.truncation_window else 0
+    window = truncation_window(env)
+    slots = -(-config.num_steps // window) if window else 0
     actor = Actor(
         env_state=env.begin_rollout(key_pool, state.env_state),
         first=state.first,
@@ -177,12 +183,11 @@ def _act(
         reward=timestep.reward,
         terminated=timestep.terminated,
         truncated=timestep.truncated,
-        valid=timestep.valid,
+        valid=jnp.ones(batch, bool) if timestep.valid is None else timestep.valid,
     )
     final_obs = actor.final_obs
-    if env.truncation_window:
-        # No environment truncates twice within a window, so one slot a window holds them all.
-        slot = t // env.truncation_window
+    if window := truncation_window(env):
+        slot = t // window
         mask = timestep.truncated.reshape(batch + (1,) * (obs.ndim - 1))
         final_obs = final_obs.at[slot].set(jnp.where(mask, timestep.obs, final_obs[slot]))
     return Actor(env_state, episode.ended, output.carry, final_obs), (transition, episode)
@@ -202,11 +207,11 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
         state.params, state.obs_stats, state.env_state.obs, state.carry, state.first
     ).value
     next_value = jnp.concatenate([steps.value[1:], last[None]])
-    if env.truncation_window:
+    if window := truncation_window(env):
         first = jnp.zeros(data.final_obs.shape[:2], bool)
         final = agent.apply(state.params, state.obs_stats, data.final_obs, state.carry, first)
-        window = min(env.truncation_window, len(next_value))
-        final_value = jnp.repeat(final.value, window, axis=0)[: len(next_value)]
+        repeats = min(window, len(next_value))
+        final_value = jnp.repeat(final.value, repeats, axis=0)[: len(next_value)]
         next_value = jnp.where(steps.truncated, final_value, next_value)
     reward = steps.reward / stats.return_scale(state.return_stats)
     return gae(

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from purejaxppo.types import Scalar
 
-@struct.dataclass
-class Moments:
+
+class Moments(struct.PyTreeNode):
     """Mean and variance over everything seen; 0 and 1 before anything is."""
 
     count: Array  # [] float32
@@ -21,8 +22,7 @@ class Moments:
     var: Array  # [...]
 
 
-@struct.dataclass
-class ReturnStats:
+class ReturnStats(struct.PyTreeNode):
     """Moments of the discounted return, and the return of each unfinished episode so far."""
 
     moments: Moments  # of shape []
@@ -69,7 +69,7 @@ def init_return_stats(num_envs: int) -> ReturnStats:
 
 
 def update_return_stats(
-    stats: ReturnStats, reward: Array, ended: Array, valid: Array, gamma: Array
+    stats: ReturnStats, reward: Array, ended: Array, valid: Array, gamma: Scalar
 ) -> ReturnStats:
     """Follows the discounted return through a rollout and merges it into the moments.
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
-from purejaxppo.envs.base import Vectorized, VectorEnvironment
+from purejaxppo.envs.base import VectorEnvironment, Vectorized
 from purejaxppo.evaluate import evaluate
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
 
@@ -47,7 +47,7 @@ def make_train(
     It returns the final state and metrics [iterations].
     """
     setup = make_setup(config, env)
-    iterations = np.float32(config.iterations)
+    iterations = float(config.iterations)
 
     def train(key: Array, hyper: Hyper) -> tuple[TrainState, Metrics]:
         hyper = as_arrays(hyper)
@@ -176,5 +176,4 @@ def _evaluate(
     del hyper
     # Training folds in the iteration first, so the two streams of keys never meet.
     key = jax.random.fold_in(jax.random.fold_in(state.key, 2**32 - 2), state.iteration)
-    max_steps = setup.env.env.max_episode_steps
-    return evaluate(env, setup.agent, state.params, state.obs_stats, key, max_steps=max_steps)
+    return evaluate(env, setup.agent, state.params, state.obs_stats, key)

@@ -12,10 +12,10 @@ from flax import struct
 from jax import Array
 
 PyTree = Any
+Scalar = Array | float  # [], traced or not
 
 
-@struct.dataclass
-class TimeStep:
+class TimeStep(struct.PyTreeNode):
     """What a step did, before any reset is applied. A single environment has no [N]."""
 
     obs: Array  # [N, ...] the final observation where the episode ended
@@ -25,8 +25,7 @@ class TimeStep:
     valid: Array | None = None  # [N] bool, False: not a real step; None: every step is real
 
 
-@struct.dataclass
-class Episode:
+class Episode(struct.PyTreeNode):
     """Statistics of an episode, meaningful where it ended: the game's own score."""
 
     ended: Array  # [N] bool
@@ -34,8 +33,7 @@ class Episode:
     length: Array  # [N] int32, steps
 
 
-@struct.dataclass
-class Transition:
+class Transition(struct.PyTreeNode):
     """One step of experience as the loss reads it; [T, N] after a rollout, [B] in a minibatch."""
 
     obs: Array  # [T, N, ...] what was acted on
@@ -50,8 +48,7 @@ class Transition:
     valid: Array  # [T, N] bool
 
 
-@struct.dataclass
-class Rollout:
+class Rollout(struct.PyTreeNode):
     """T steps of N environments."""
 
     transitions: Transition  # [T, N, ...]
@@ -59,8 +56,7 @@ class Rollout:
     final_obs: Array  # [K, N, ...] final observation of the episode truncated in window k, if any
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """Everything an exact resume of one run needs, and only that."""
 
     params: PyTree
@@ -74,8 +70,7 @@ class TrainState:
     iteration: Array  # [] int32
 
 
-@struct.dataclass
-class Metrics:
+class Metrics(struct.PyTreeNode):
     """One iteration in numbers. Episode means are NaN where no episode ended."""
 
     episode_return: Array  # [] mean score of the episodes that ended

@@ -12,14 +12,34 @@ from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
 
 Factory = Callable[..., Any]
 
-_GYMNAX = """
-    CartPole-v1 Pendulum-v1 Acrobot-v1 MountainCar-v0 MountainCarContinuous-v0
-    Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar SpaceInvaders-MinAtar
-    Catch-bsuite DeepSea-bsuite MemoryChain-bsuite UmbrellaChain-bsuite DiscountingChain-bsuite
-    MNISTBandit-bsuite SimpleBandit-bsuite
-    FourRooms-misc MetaMaze-misc PointRobot-misc BernoulliBandit-misc GaussianBandit-misc
-    Reacher-misc Swimmer-misc Pong-misc FrozenLake-misc
-""".split()
+_GYMNAX = [
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Acrobot-v1",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+    "Asterix-MinAtar",
+    "Breakout-MinAtar",
+    "Freeway-MinAtar",
+    "Seaquest-MinAtar",
+    "SpaceInvaders-MinAtar",
+    "Catch-bsuite",
+    "DeepSea-bsuite",
+    "MemoryChain-bsuite",
+    "UmbrellaChain-bsuite",
+    "DiscountingChain-bsuite",
+    "MNISTBandit-bsuite",
+    "SimpleBandit-bsuite",
+    "FourRooms-misc",
+    "MetaMaze-misc",
+    "PointRobot-misc",
+    "BernoulliBandit-misc",
+    "GaussianBandit-misc",
+    "Reacher-misc",
+    "Swimmer-misc",
+    "Pong-misc",
+    "FrozenLake-misc",
+]
 
 # Name -> the suite's module, imported when one of its environments is asked for, or a factory.
 _REGISTRY: dict[str, str | Factory] = dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax")
@@ -90,7 +110,14 @@ def _build(name: str, factory: Factory, arguments: dict[str, Any]) -> Environmen
         from purejaxppo.envs import gymnax
 
         return gymnax.GymnaxEnvironment(env)
-    for attribute in ("observation_space", "action_space", "max_episode_steps", "reset", "step"):
+    for attribute in (
+        "observation_space",
+        "action_space",
+        "max_episode_steps",
+        "may_truncate",
+        "reset",
+        "step",
+    ):
         if not hasattr(env, attribute):
             raise ConfigError(f"--env {name}: it has no {attribute}; see purejaxppo.envs.base")
     return env

@@ -20,13 +20,17 @@ class Environment(Protocol):
 
     Attributes:
         max_episode_steps: the time limit, kept by `Vectorized`; None for none.
-        may_truncate: whether `step` may set `truncated` before that limit; may be left out for no.
+        may_truncate: whether `step` sets `truncated` by itself, for a reason other than that limit.
     """
 
-    observation_space: Space
-    action_space: Space
-    max_episode_steps: int | None
-    may_truncate: bool
+    @property
+    def observation_space(self) -> Space: ...
+    @property
+    def action_space(self) -> Space: ...
+    @property
+    def max_episode_steps(self) -> int | None: ...
+    @property
+    def may_truncate(self) -> bool: ...
 
     def reset(self, key: Array) -> tuple[PyTree, Array]:
         """(state, obs) of a new episode."""
@@ -40,16 +44,19 @@ class Environment(Protocol):
 class VectorEnvironment(Protocol):
     """N environments that begin a new episode by themselves: what the trainer sees.
 
-    A state has a field `obs` [N, ...], what to act on next.
-
-    Attributes:
-        truncation_window: no environment truncates twice in so many steps; None: never truncates.
+    A state has a field `obs` [N, ...], what to act on next. Attributes are those of `Environment`.
     """
 
-    observation_space: Space
-    action_space: Space
-    num_envs: int
-    truncation_window: int | None
+    @property
+    def observation_space(self) -> Space: ...
+    @property
+    def action_space(self) -> Space: ...
+    @property
+    def max_episode_steps(self) -> int | None: ...
+    @property
+    def may_truncate(self) -> bool: ...
+    @property
+    def num_envs(self) -> int: ...
 
     def reset(self, key: Array) -> Any:
         """The state at the start of N episodes."""
@@ -64,16 +71,14 @@ class VectorEnvironment(Protocol):
         ...
 
 
-@struct.dataclass
-class Starts:
+class Starts(struct.PyTreeNode):
     """Start states of episodes."""
 
     state: PyTree  # [P, N, ...]
     obs: Array  # [P, N, ...]
 
 
-@struct.dataclass
-class VectorState:
+class VectorState(struct.PyTreeNode):
     """State of N environments."""
 
     env: PyTree  # [N, ...]
@@ -109,8 +114,12 @@ class Vectorized:
         return self.env.action_space
 
     @property
-    def truncation_window(self) -> int | None:
-        return 1 if getattr(self.env, "may_truncate", False) else self.env.max_episode_steps
+    def max_episode_steps(self) -> int | None:
+        return self.env.max_episode_steps
+
+    @property
+    def may_truncate(self) -> bool:
+        return self.env.may_truncate
 
     def reset(self, key: Array) -> VectorState:
         """The state at the start of N episodes; consumes key."""
@@ -213,7 +222,9 @@ def strong_types(tree: PyTree) -> PyTree:
 
 
 def _as_dtype(x: Array, dtype: Any) -> Array:
-    return x if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, dtype)
+    return (
+        x if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, dtype)
+    )
 
 
 def _select(condition: Array, chosen: PyTree, other: PyTree) -> PyTree:
