@@ -1,0 +1,172 @@
+"""Learning results of the shipped configurations: trains every environment of a suite over eight
+seeds that nothing was tuned on, measures random policies the same way, and writes a table.
+
+    python -m benchmarks.learning --suite gymnax
+    python -m benchmarks.learning --suite gymnax --env CartPole-v1 --env Acrobot-v1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+
+from benchmarks.targets import SUITES, Target
+from purejaxppo import envs
+from purejaxppo.agent import AgentOutput
+from purejaxppo.config import load_settings
+from purejaxppo.envs.base import Vectorized
+from purejaxppo.evaluate import evaluate
+from purejaxppo.report import bootstrap_interval
+from purejaxppo.spaces import Box
+from purejaxppo.train import Trainer, make_plan, make_setup, stack_hypers
+
+FIRST_SEED, NUM_SEEDS = 1000, 8
+RANDOM_POLICIES = 100
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class RandomPolicy:
+    """Uniform actions, with the interface of a distribution and of an agent."""
+
+    space: Any
+
+    def apply(self, params: Any, obs_stats: Any, obs: Any, carry: Any, first: Any) -> Any:
+        return AgentOutput(self, jnp.zeros(first.shape), carry)  # type: ignore[arg-type]
+
+    def init_carry(self, num_envs: int) -> tuple[()]:
+        return ()
+
+    def sample(self, noise: jax.Array) -> jax.Array:
+        if not isinstance(self.space, Box):
+            return jnp.argmax(noise, axis=-1)
+        low, high = (jnp.ravel(bound) for bound in self.space.bounds)
+        return low + (high - low) * jax.scipy.stats.norm.cdf(noise)
+
+    def to_env(self, sample: jax.Array) -> jax.Array:
+        return sample
+
+
+def random_returns(env_name: str, env_args: dict[str, Any]) -> tuple[float, float]:
+    """Mean, and 99th percentile over random policies, of the mean return of 128 episodes.
+
+    Two kinds of policy are measured, uniform actions and the most likely actions of untrained
+    networks; mean and percentile are of the kind whose percentile is higher.
+    """
+    settings = load_settings(env_name)
+    env = envs.make(env_name, env_args)
+    vector = Vectorized(env, settings.run.eval_episodes, pool_size=1)
+    uniform: Any = RandomPolicy(env.action_space)
+
+    def play(key: jax.Array) -> jax.Array:
+        return evaluate(vector, uniform, None, None, key, deterministic=False).score.mean()
+
+    keys = jax.random.split(jax.random.key(7), RANDOM_POLICIES)
+    scores = np.asarray(jax.jit(lambda k: jax.lax.map(play, k, batch_size=4))(keys))
+    setup = make_setup(settings.config, env)
+    trainer = Trainer(setup, make_plan(RANDOM_POLICIES, 4), vector)
+    seeds = trainer.shard(np.arange(RANDOM_POLICIES, dtype=np.uint32))
+    hypers = trainer.shard(stack_hypers([settings.hyper] * RANDOM_POLICIES))
+    episodes = trainer.fetch(trainer.evaluate(trainer.init(seeds, hypers, ()), hypers, ()))
+    untrained = episodes.score.mean(axis=1)
+    best = max((scores, untrained), key=lambda x: np.quantile(x, 0.99))
+    return float(best.mean()), float(np.quantile(best, 0.99))
+
+
+def train(env_name: str) -> dict[str, Any]:
+    """summary.json of the command a user would type, with the benchmark's seeds."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        command = [sys.executable, "-m", "purejaxppo.run", "--env", env_name]
+        command += ["--seed", str(FIRST_SEED), "--num-seeds", str(NUM_SEEDS)]
+        command += ["--run-dir", str(run_dir), "--eval-every", "0"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        return json.loads((run_dir / "summary.json").read_text()) | {"config": config}
+
+
+def result(env_name: str, target: Target) -> dict[str, Any]:
+    """Everything the table says about one environment."""
+    summary = train(env_name)
+    returns = np.array(summary["evaluation"]["return_per_run"])
+    mean, percentile = random_returns(env_name, summary["config"]["env_args"])
+    return {
+        "env": env_name,
+        "env_args": summary["config"]["env_args"],
+        "steps": summary["config"]["total_timesteps"],
+        "eval_episodes": summary["evaluation"]["episodes"],
+        "returns": returns.tolist(),
+        "mean": float(returns.mean()),
+        "interval": bootstrap_interval(returns),
+        "random_mean": mean,
+        "random_p99": percentile,
+        "bar": target.bar(mean, percentile),
+        "met": target.met(returns, mean, percentile),
+        "note": target.note,
+        "steps_per_second": summary["steps_per_second"],
+        "versions": summary["versions"],
+        "device": summary["device"],
+    }
+
+
+def table(suite: str, results: list[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    versions = results[0]["versions"]
+    lines = [
+        f"# Learning results, {suite}",
+        "",
+        f"Made by `python -m benchmarks.learning --suite {suite}`: the shipped configurations, seeds "
+        f"{FIRST_SEED} to {FIRST_SEED + NUM_SEEDS - 1}, mean return of deterministic evaluation "
+        "episodes (128 where not said otherwise). The interval is a 95% bootstrap interval of the "
+        f"mean over seeds. Random: mean and 99th percentile over {RANDOM_POLICIES} random policies, "
+        "measured the same way (uniform actions or untrained networks, whichever scores higher).",
+        "",
+        f"{results[0]['device']}, jax {versions['jax']}, gymnax {versions['gymnax']}, "
+        f"purejaxppo {versions['purejaxppo']}.",
+        "",
+        "| environment | steps | mean | 95% interval | worst seed | random (p99) | bar | met | note |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        args = " ".join(f"{k}={v}" for k, v in r["env_args"].items())
+        low, high = r["interval"]
+        episodes = "" if r["eval_episodes"] == 128 else f"{r['eval_episodes']:,} episodes a seed. "
+        lines.append(
+            f"| {r['env']} {args} | {r['steps']:,} | {r['mean']:.4g} | {low:.4g} ... {high:.4g} "
+            f"| {min(r['returns']):.4g} | {r['random_mean']:.4g} ({r['random_p99']:.4g}) "
+            f"| {r['bar']} | {'yes' if r['met'] else '**no**'} | {episodes}{r['note']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Runs the benchmark; returns 1 if a bar was missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suite", choices=SUITES, default="gymnax")
+    parser.add_argument("--env", action="append", help="only this one; may be repeated")
+    arguments = parser.parse_args()
+    stored = RESULTS / f"{arguments.suite}.json"
+    known = {r["env"]: r for r in json.loads(stored.read_text())} if stored.exists() else {}
+    targets = SUITES[arguments.suite]
+    for name in arguments.env or targets:
+        known[name] = result(name, targets[name])
+        print(f"{name}: {known[name]['mean']:.4g}, bar {known[name]['bar']}", flush=True)
+        ordered = [known[env] for env in targets if env in known]
+        stored.write_text(json.dumps(ordered, indent=1) + "\n")
+        stored.with_suffix(".md").write_text(table(arguments.suite, ordered))
+    return int(not all(known[name]["met"] for name in arguments.env or targets))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What each environment must reach, with the optimum and its source where one is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks import optima
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bar for the returns of several seeds.
+
+    Attributes:
+        at_least: for the mean over seeds.
+        every_seed: for each seed.
+        optimum: the mean must come 95% of the way from random to it.
+        above_random: every seed must be above the 99th percentile of random policies.
+        note: for the table.
+    """
+
+    at_least: float | None = None
+    every_seed: float | None = None
+    optimum: float | None = None
+    above_random: bool = False
+    note: str = ""
+
+    def bar(self, random_mean: float, random_p99: float) -> str:
+        """The bar in words."""
+        parts = []
+        if self.at_least is not None:
+            parts.append(f">= {self.at_least:g}")
+        if self.every_seed is not None:
+            parts.append(f"every seed > {self.every_seed:g}")
+        if self.optimum is not None:
+            parts.append(f">= {self._near_optimum(random_mean):.4g}, optimum {self.optimum:.4g}")
+        if self.above_random:
+            parts.append(f"every seed > {random_p99:.4g}")
+        return ", ".join(parts) or "reported"
+
+    def met(self, returns: np.ndarray, random_mean: float, random_p99: float) -> bool:
+        """Whether the returns [seeds] reach it."""
+        return bool(
+            (self.at_least is None or returns.mean() >= self.at_least)
+            and (self.every_seed is None or returns.min() > self.every_seed)
+            and (self.optimum is None or returns.mean() >= self._near_optimum(random_mean))
+            and (not self.above_random or returns.min() > random_p99)
+        )
+
+    def _near_optimum(self, random_mean: float) -> float:
+        assert self.optimum is not None
+        return random_mean + 0.95 * (self.optimum - random_mean)
+
+
+GYMNAX = {
+    "CartPole-v1": Target(at_least=495, every_seed=475),
+    "Acrobot-v1": Target(at_least=-82),
+    "Pendulum-v1": Target(at_least=-170),
+    "MountainCar-v0": Target(at_least=-112),
+    "MountainCarContinuous-v0": Target(at_least=93),
+    "Catch-bsuite": Target(optimum=1.0, note="Optimum: every ball can be caught (its source)."),
+    "DeepSea-bsuite": Target(
+        optimum=0.99, note="Optimum: 1 for the treasure less 0.01 for moving right (its source)."
+    ),
+    "FrozenLake-misc": Target(
+        optimum=optima.frozen_lake(),
+        note="Optimum: of 100 steps, by backward induction (benchmarks/optima.py).",
+    ),
+    "FourRooms-misc": Target(optimum=1.0, note="Optimum: the goal pays 1, once (its source)."),
+    "UmbrellaChain-bsuite": Target(
+        optimum=1.0,
+        note="Optimum: 1 for the right umbrella; other rewards are noise of mean 0 (its source).",
+    ),
+    "DiscountingChain-bsuite": Target(
+        optimum=1.1, note="Optimum: 1.1 for the best chain (its source)."
+    ),
+    "SimpleBandit-bsuite": Target(
+        optimum=0.5,
+        note="Gymnax draws the arms anew in every one-step episode and shows nothing, so 0.5 is "
+        "the optimum and what random reaches.",
+    ),
+    "Reacher-misc": Target(above_random=True),
+    "Swimmer-misc": Target(above_random=True),
+    "PointRobot-misc": Target(above_random=True),
+    "Pong-misc": Target(above_random=True, note="1 a step until a point is lost, at most 1,000."),
+    "MetaMaze-misc": Target(above_random=True),
+    "BernoulliBandit-misc": Target(
+        note="Win-stay, lose-shift, which needs no memory, reaches {:.1f}; the best policy with "
+        "memory {:.1f} (benchmarks/optima.py).".format(*optima.bernoulli_bandit())
+    ),
+    "GaussianBandit-misc": Target(
+        note=f"Needs no memory, the last reward is observed: {optima.gaussian_bandit():.2f} by "
+        "trying the uncertain arm once (benchmarks/optima.py)."
+    ),
+    "MemoryChain-bsuite": Target(
+        note="Without memory the answer is a guess, and every policy's mean is 0; with it, 2."
+    ),
+}
+
+SUITES = {"gymnax": GYMNAX}
