@@ -1,3 +1,20 @@
 """PureJaxPPO: PPO that never leaves the accelerator."""
 
+from purejaxppo.config import Config, ConfigError, Hyper, RunOptions, Settings, load_settings
+from purejaxppo.envs import list_environments, make, register
+from purejaxppo.train import make_train
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Hyper",
+    "RunOptions",
+    "Settings",
+    "list_environments",
+    "load_settings",
+    "make",
+    "make_train",
+    "register",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import io
 import math
@@ -25,7 +26,7 @@ import yaml
 
 import purejaxppo
 from purejaxppo import config as options
-from purejaxppo import envs, ppo
+from purejaxppo import envs
 from purejaxppo.config import ConfigError, RunOptions, Settings
 from purejaxppo.display import Display
 from purejaxppo.envs.base import Vectorized
@@ -36,7 +37,6 @@ from purejaxppo.train import (
     MAX_CHUNK,
     Plan,
     Trainer,
-    as_arrays,
     make_plan,
     make_setup,
     stack_hypers,
@@ -233,9 +233,8 @@ def _make_run_dir(settings: Settings) -> Path:
 
 def _header(settings: Settings, setup: Setup, plan: Plan, run_dir: Path) -> dict[str, str]:
     config, run = settings.config, settings.run
-    state = jax.eval_shape(
-        lambda key: ppo.init(setup, key, as_arrays(settings.hyper)), jax.random.key(0)
-    )
+    init = functools.partial(setup.agent.init, hyper=settings.hyper)
+    params = jax.eval_shape(init, jax.random.key(0))
     steps = config.iterations * config.batch_size
     rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
     resets = "at every reset a new start state"
@@ -247,7 +246,7 @@ def _header(settings: Settings, setup: Setup, plan: Plan, run_dir: Path) -> dict
     return {
         "environment": f"{config.env}: {setup.env.observation_space} -> {setup.env.action_space}",
         "resets": resets,
-        "parameters": f"{sum(x.size for x in jax.tree.leaves(state.params)):,}",
+        "parameters": f"{sum(x.size for x in jax.tree.leaves(params)):,}",
         "steps": f"{steps:,} in {config.iterations:,} iterations of {config.num_envs} environments"
         f" x {config.num_steps} steps{rounded}",
         "runs": f"{run.num_seeds}, seed {run.seed}{last}, in blocks of {plan.block}",

@@ -112,7 +112,7 @@ class Trainer:
     def __init__(self, setup: ppo.Setup, plan: Plan, eval_env: VectorEnvironment | None = None):
         self.setup, self.plan = setup, plan
         self._mesh = Mesh(np.array(jax.devices()[: plan.num_devices]), ("runs",))
-        self.init = self._map(functools.partial(_init, setup))
+        self.init = self._map(functools.partial(_init, setup), effort=0)
         self.chunk = self._map(functools.partial(_chunk, setup), donate_argnums=0)
         self.evaluate = self._map(functools.partial(_evaluate, setup, eval_env or setup.env))
 
@@ -126,12 +126,20 @@ class Trainer:
         """Device arrays [padded, ...] as host arrays [num_runs, ...]."""
         return jax.tree.map(lambda x: np.asarray(x)[: self.plan.num_runs], runs)
 
-    def _map(self, function: Callable[..., PyTree], **jit_options: Any) -> Any:
-        """Jitted: function(state, hyper, shared) of each run, in blocks on every device."""
+    def _map(self, function: Callable[..., PyTree], effort: int = 1, **jit_options: Any) -> Any:
+        """Jitted: function(state, hyper, shared) of each run, in blocks on every device.
+
+        Level 1 of XLA's effort compiles a third faster on a CPU than its default and runs as fast;
+        level 0 compiles twice as fast, for what runs once.
+        """
+        if jax.default_backend() == "cpu":
+            jit_options["compiler_options"] = {"xla_backend_optimization_level": effort}
 
         def blocks(states: PyTree, hypers: Hyper, shared: PyTree) -> PyTree:
             each = lambda run: function(*run, shared)  # noqa: E731
-            return jax.lax.map(each, (states, hypers), batch_size=self.plan.block)
+            # A vmap of one would only take longer to trace.
+            block = self.plan.block if self.plan.block > 1 else None
+            return jax.lax.map(each, (states, hypers), batch_size=block)
 
         by_run, everywhere = PartitionSpec("runs"), PartitionSpec()
         # Runs are independent: there is no replication between devices to be checked.
@@ -158,8 +166,9 @@ def _chunk(
     The count is an argument, so a shorter last chunk and a longer training are the same program.
     """
     count, iterations = shared
-    shapes = jax.eval_shape(lambda s: ppo.iterate(setup, s, hyper, iterations)[1], state)
-    blank = jax.tree.map(lambda x: jnp.zeros((MAX_CHUNK, *x.shape), x.dtype), shapes)
+    dtypes = {"episodes": jnp.int32, "invalid_steps": jnp.int32}
+    names = Metrics.__dataclass_fields__
+    blank = Metrics(**{name: jnp.zeros(MAX_CHUNK, dtypes.get(name)) for name in names})
 
     def body(i: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
         state, metrics = carry

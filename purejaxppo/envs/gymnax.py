@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import inspect
 import sys
+from types import ModuleType
 from typing import Any
 from urllib.error import URLError
 
@@ -18,27 +19,33 @@ from purejaxppo.config import ConfigError, suggest
 from purejaxppo.types import PyTree, TimeStep
 
 # Gymnax imports these for drawing only, and they take longer to load than all the rest.
-_DRAWING = ("matplotlib.pyplot", "matplotlib.colors", "seaborn", "scipy.stats", "pandas")
+_DRAWING = ("matplotlib", "matplotlib.pyplot", "matplotlib.colors", "seaborn")
+
+
+class _Deferred(ModuleType):
+    """Stands for a module until something is looked up in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def _import_gymnax() -> Any:
-    for name in _DRAWING:
-        if name not in sys.modules:
-            _load_lazily(name)
-    import gymnax
-
-    return gymnax
-
-
-def _load_lazily(name: str) -> None:
-    """Puts a module into `sys.modules` that loads when it is first used."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
-        return
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    """The package, imported without what it draws with."""
+    if "gymnax" not in sys.modules:
+        deferred = {name: _Deferred(name) for name in _DRAWING if name not in sys.modules}
+        for name, module in deferred.items():
+            parent, _, child = name.rpartition(".")
+            if parent in deferred:
+                setattr(deferred[parent], child, module)
+        sys.modules.update(deferred)
+        try:
+            importlib.import_module("gymnax")
+        finally:
+            for name in deferred:
+                del sys.modules[name]
+    return sys.modules["gymnax"]
 
 
 class GymnaxEnvironment:
@@ -119,5 +126,5 @@ def convert_space(space: Any) -> spaces.Space:
 def _bound(bound: Any) -> float | tuple[float, ...]:
     """A number, or a flat tuple; what is as large as float32 goes means no bound."""
     array = np.asarray(bound, np.float64)
-    array = np.where(np.abs(array) >= np.finfo(np.float32).max, np.sign(array) * np.inf, array)
+    array = np.where(np.abs(array) >= np.finfo(np.float32).max, np.copysign(np.inf, array), array)
     return float(array) if array.ndim == 0 else tuple(array.ravel().tolist())
