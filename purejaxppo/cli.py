@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -62,7 +62,9 @@ def main() -> int:
         print(usage)
         return 0
     if arguments:
-        print(f"purejaxppo: unknown command {arguments[0]!r}", file=sys.stderr)
+        name = arguments[0]
+        hint = options.suggest(name, commands)
+        print(f"purejaxppo: error: unknown command {name!r}{hint}", file=sys.stderr)
     print(usage, file=sys.stderr)
     return 2
 
@@ -82,17 +84,15 @@ def train_command(arguments: list[str]) -> int:
     try:
         settings = parse(arguments)
         options.validate(settings)
-        signal.signal(signal.SIGTERM, _interrupt)
         return train(settings)
     except ConfigError as error:
         print(f"purejaxppo: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"purejaxppo: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def parse(arguments: list[str]) -> Settings:
@@ -274,23 +274,40 @@ class _Training:
         self.seconds = 0.0  # of training alone
         self.compile_seconds = 0.0
         self.diverged = np.zeros(run.num_seeds, bool)
+        self.interrupted = False
         self.started = time.monotonic()
 
     def run(self) -> int:
-        """Trains to the end or an interruption, and writes what there is either way."""
-        status = 0
+        """Trains to the end or to Ctrl-C or SIGTERM, and writes what there is either way."""
+        with self._deferred_signals():
+            try:
+                self._compile()
+                self.display.start()
+                self._train()
+            finally:
+                self.display.stop()
+                self.metrics.close()
+                self.evaluations.close()
+            if self.interrupted:
+                self.display.say(f"interrupted after {self.iteration:,} iterations")
+            self._finish()
+        return 130 if self.interrupted else int(self.diverged.all())
+
+    @contextlib.contextmanager
+    def _deferred_signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM lets the chunk in progress end; the second is not awaited."""
+
+        def stop(number: int, _: Any) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+
+        before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._compile()
-            self.display.start()
-            self._train()
-        except KeyboardInterrupt:
-            status = 130
-            self.display.say(f"interrupted after {self.iteration} iterations")
+            yield
         finally:
-            self.display.stop()
-            self.metrics.close()
-            self.evaluations.close()
-        return self._finish(status)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _compile(self) -> None:
         run = self.settings.run
@@ -316,12 +333,12 @@ class _Training:
             every = config.total_timesteps / 20
         every = max(1, round(every / config.batch_size)) if every else config.iterations
         count = 1
-        while self.iteration < config.iterations:
+        while self.iteration < config.iterations and not self.interrupted:
             until = min(config.iterations, (self.iteration // every + 1) * every)
             count = min(count, MAX_CHUNK, until - self.iteration)
             seconds = self._train_chunk(count)
             count = max(1, int(_CHUNK_SECONDS * count / seconds))
-            if run.eval_episodes and self.iteration == until:
+            if run.eval_episodes and self.iteration == until and not self.interrupted:
                 self._evaluate_now()
 
     def _train_chunk(self, count: int) -> float:
@@ -355,8 +372,8 @@ class _Training:
         env_steps = self.iteration * self.settings.config.batch_size
         self.evaluations.add(episodes, self.iteration, env_steps)
 
-    def _finish(self, status: int) -> int:
-        """Summary, plot and final table; returns the exit status."""
+    def _finish(self) -> None:
+        """Summary, plot and final table."""
         config = self.settings.config
         final = [row for row in self.evaluations.rows if row["iteration"] == self.iteration]
         means = [row["return_mean"] for row in final]
@@ -375,7 +392,7 @@ class _Training:
             "compile_seconds": self.compile_seconds,
             "wall_seconds": time.monotonic() - self.started,
             "diverged_runs": [s for s, bad in zip(self.seeds, self.diverged, strict=True) if bad],
-            "interrupted": status != 0,
+            "interrupted": self.interrupted,
             "versions": _versions(),
             "device": f"{jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
         }
@@ -384,7 +401,6 @@ class _Training:
         rows = self.metrics.rows
         plot_learning_curve(self.run_dir / "learning_curve.png", title, rows, self.evaluations.rows)
         self.display.results(summary, self.seeds)
-        return status or int(self.diverged.all())
 
 
 def _versions() -> dict[str, str]:

@@ -244,10 +244,10 @@ def freeze(value: Any) -> Any:
     return tuple(freeze(item) for item in value) if isinstance(value, list) else value
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str], most: int = 1) -> str:
     """A clause that names what is nearest to a misspelt name, or nothing."""
     lowered = {candidate.lower(): candidate for candidate in known}
-    near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), lowered, n=most, cutoff=0.5)
     return f"; did you mean {' or '.join(lowered[n] for n in near)}?" if near else ""
 
 

@@ -112,7 +112,7 @@ def init_params(network: nn.Module, key: Array, example: tuple, init_log_std: Ar
             params.append((2**0.5 if gain is None else gain) * orthogonalize(weights))
         else:
             fill = init_log_std if names[0].startswith("log_std") else 0.0
-            params.append(jnp.full(leaf.shape, fill))
+            params.append(jnp.full(leaf.shape, fill, leaf.dtype))
         start += leaf.size
     return jax.tree.unflatten(treedef, params)
 

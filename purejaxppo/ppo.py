@@ -304,7 +304,7 @@ def _update_minibatch(
         stepped = stepped.replace(stopped=stopped)
     return stepped, UpdateMetrics(
         losses=losses,
-        grad_norm=optax.global_norm(grads),
+        grad_norm=optax.tree.norm(grads),
         learning_rate=hyper.learning_rate * scale,
         applied=~stepped.stopped,
     )

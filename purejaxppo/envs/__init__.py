@@ -77,7 +77,7 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
         entry = _import(name)
     if entry is None:
         raise ConfigError(
-            f"unknown environment {name!r}{suggest(name, _REGISTRY)} "
+            f"unknown environment {name!r}{suggest(name, _REGISTRY, most=3)} "
             "(`purejaxppo envs` lists all; your own: --env my_module:MyEnv)"
         )
     if isinstance(entry, str):

@@ -1,0 +1,327 @@
+"""The command line, as a user types it: what it leaves behind, and what it says of mistakes."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from purejaxppo import cli, envs
+from purejaxppo.config import ConfigError, load_settings
+from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
+
+SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
+
+
+def train(*arguments):
+    return cli.train_command([*SMALL.split(), *arguments])
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of two runs of 11 iterations, evaluated after 5, 10 and at the end."""
+    path = tmp_path_factory.mktemp("cli") / "run"
+    status = train(
+        "--env", "CartPole-v1", "--total-timesteps", "3.4e2", "--num-seeds", "2", "--seed", "5",
+        "--eval-every", "160", "--eval-episodes", "3", "--run-dir", str(path),
+        "--metrics-rows", "4",
+    )  # fmt: skip
+    assert status == 0
+    return path
+
+
+def test_files_of_a_run(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert names == {
+        "config.yaml", "metrics.csv", "evaluation.csv", "summary.json", "learning_curve.png",
+    }  # fmt: skip
+    assert (finished / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics(finished):
+    table = rows(finished / "metrics.csv")
+    assert list(table[0]) == METRICS_COLUMNS
+    assert METRICS_COLUMNS[:16] == [
+        "run",
+        "seed",
+        "iteration",
+        "env_steps",
+        "episode_return",
+        "episode_length",
+        "episodes",
+        "value_mean",
+        "policy_loss",
+        "value_loss",
+        "entropy",
+        "approx_kl",
+        "clip_fraction",
+        "explained_variance",
+        "grad_norm",
+        "learning_rate",
+    ]
+    # 11 iterations in at most 4 rows a run: intervals of 3, the last one shorter.
+    assert [row["iteration"] for row in table if row["run"] == "0"] == ["3", "6", "9", "11"]
+    assert [row["seed"] for row in table[:2]] == ["5", "6"]
+    assert [int(row["env_steps"]) for row in table[::2]] == [96, 192, 288, 352]
+    rates = [float(row["learning_rate"]) for row in table[::2]]
+    full = load_settings("CartPole-v1").hyper.learning_rate
+    expected = [full * np.mean([1 - i / 11 for i in part]) for part in ([0, 1, 2], [9, 10])]
+    np.testing.assert_allclose([rates[0], rates[3]], expected, rtol=1e-5)
+    for row in table:
+        assert (row["episode_return"] == "") == (row["episodes"] == "0")
+
+
+def test_evaluations(finished):
+    table = rows(finished / "evaluation.csv")
+    assert list(table[0]) == EVALUATION_COLUMNS
+    assert [(row["run"], row["iteration"]) for row in table] == [
+        ("0", "5"), ("1", "5"), ("0", "10"), ("1", "10"), ("0", "11"), ("1", "11"),
+    ]  # fmt: skip
+    assert {row["episodes"] for row in table} == {"3"}
+
+
+def test_summary(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    last = [float(row["return_mean"]) for row in rows(finished / "evaluation.csv")[-2:]]
+    evaluation = summary["evaluation"]
+    np.testing.assert_allclose(evaluation["return_per_run"], last, rtol=1e-6)
+    np.testing.assert_allclose(evaluation["return_mean"], np.mean(last), rtol=1e-6)
+    assert summary["env_steps"] == 352
+    assert summary["diverged_runs"] == []
+    assert summary["versions"]["jax"] == jax.__version__
+    for name in ("steps_per_second", "compile_seconds", "wall_seconds"):
+        assert summary[name] > 0
+
+
+def test_config_runs_again_to_the_same_result(finished, tmp_path):
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert (config["env"], config["seed"], config["total_timesteps"]) == ("CartPole-v1", 5, 340)
+    again = tmp_path / "again"
+    arguments = ["--config", str(finished / "config.yaml"), "--run-dir", str(again)]
+    assert cli.train_command(arguments) == 0
+    for name in ("metrics.csv", "evaluation.csv"):
+        assert (again / name).read_text() == (finished / name).read_text()
+
+
+def test_directory_in_use_is_left_alone(finished, capsys):
+    before = (finished / "summary.json").read_bytes()
+    assert train("--run-dir", str(finished)) == 2
+    assert "in use" in capsys.readouterr().err
+    assert (finished / "summary.json").read_bytes() == before
+
+
+def test_header_and_results(tmp_path, capsys):
+    status = train(
+        "--env", "FrozenLake-misc", "--total-timesteps", "33", "--eval-episodes", "2",
+        "--run-dir", str(tmp_path / "run"), "--no-normalize-observations",
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert status == 0
+    assert "FrozenLake-misc: Discrete(16) -> Discrete(4)" in shown
+    assert "64 in 2 iterations of 2 environments x 16 steps, up from 33" in shown
+    assert "compiled in" in shown
+    assert "evaluation, 2 episodes a run" in shown
+    assert f"written to {tmp_path / 'run'}" in shown
+
+
+def test_no_evaluation(tmp_path):
+    path = tmp_path / "run"
+    assert train("--total-timesteps", "32", "--eval-episodes", "0", "--run-dir", str(path)) == 0
+    assert rows(path / "evaluation.csv") == []
+    assert json.loads((path / "summary.json").read_text())["evaluation"]["return_mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--lerning-rate 3", "unknown option --lerning-rate; did you mean --learning-rate?"),
+        ("--num_env 3", "unknown option --num-env; did you mean --num-envs"),
+        ("--env CartPol-v1", "unknown environment 'CartPol-v1'; did you mean CartPole-v1"),
+        ("--env nowhere:Env", "--env nowhere:Env: No module named 'nowhere'"),
+        ("--env", "--env"),
+        ("--num-envs many", "Error parsing --num-envs: could not convert string to float: 'many'"),
+        ("--num-envs 1.5", "Error parsing --num-envs: '1.5' is not a whole number"),
+        ("--num-envs", "Missing value for argument '--num-envs'"),
+        ("--learning-rate fast", "Error parsing --learning-rate"),
+        ("--log-std both", "invalid choice 'both' for argument '--log-std'"),
+        ("stray", "Unrecognized options: stray"),
+        ("--num-envs 3 --num-steps 5", "is not divisible by --num-minibatches 2"),
+        ("--num-envs 0", "--num-envs 0: must be at least 1"),
+        ("--gamma 1.1", "--gamma 1.1: must be in 0 ... 1"),
+        ("--desired-kl 0.01 --anneal-learning-rate", "both set the learning rate"),
+        ("--activation sin", "--activation sin: must be one of"),
+        ("--env-args size", "--env-args takes name=value, not 'size'"),
+        ("--env-args size=3", "CartPole-v1 has no argument 'size'"),
+        ("--action-distribution gaussian", "does not fit CartPole-v1, whose actions are Discrete"),
+        ("--env Pendulum-v1 --action-distribution categorical", "use gaussian or tanh_gaussian"),
+        ("--env FrozenLake-misc --normalize-observations", "which is one-hot encoded"),
+        ("--env MNISTBandit-bsuite", "downloads its data, and that failed"),
+        ("--config missing.yaml", "--config missing.yaml: No such file or directory"),
+        ("--run-dir /proc/nothing", "--run-dir /proc/nothing"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(arguments, message, capsys, monkeypatch, tmp_path):
+    """Before anything compiles: not even a trainer is made."""
+    monkeypatch.setattr(cli, "Trainer", None)
+    if "--run-dir" not in arguments:
+        arguments += f" --run-dir {tmp_path / 'run'}"
+    assert train(*arguments.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.startswith("purejaxppo: error: ")
+    assert shown.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_squashing_needs_bounds(monkeypatch):
+    unbounded = envs.make("Pendulum-v1")
+    unbounded.action_space = type(unbounded.action_space)(-np.inf, np.inf, (1,))
+    monkeypatch.setattr(envs, "make", lambda *_: unbounded)
+    settings = cli.parse(["--env", "Pendulum-v1", "--action-distribution", "tanh_gaussian"])
+    with pytest.raises(ConfigError, match="needs finite bounds"):
+        cli.train(settings)
+
+
+def test_all_runs_diverged(tmp_path, capsys):
+    path = tmp_path / "run"
+    status = train(
+        "--env", "Pendulum-v1", "--total-timesteps", "96", "--learning-rate", "1e38",
+        "--max-grad-norm", "1e38", "--run-dir", str(path), "--eval-episodes", "0",
+    )  # fmt: skip
+    assert status == 1
+    assert json.loads((path / "summary.json").read_text())["diverged_runs"] == [0]
+    assert "diverged: the run with seed 0" in capsys.readouterr().out
+
+
+def test_help_is_grouped(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.train_command(["--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0
+    for text in ("run options", "config options", "hyper options", "--total-timesteps", "1e6"):
+        assert text in shown
+
+
+def test_values_of_our_own_types():
+    settings = cli.parse(
+        [
+            "--total-timesteps",
+            "1e6",
+            "--num-envs",
+            "1_024",
+            "--torso-layers",
+            "32,16",
+            "--policy-layers=",
+            "--env-args",
+            "size=8",
+            "kind=[1,2]",
+            "--eval-every",
+            "5e4",
+        ]
+    )
+    assert settings.config.total_timesteps == 1_000_000
+    assert settings.config.num_envs == 1_024
+    assert settings.config.torso_layers == (32, 16)
+    assert settings.config.policy_layers == ()
+    assert settings.config.env_args == (("size", 8), ("kind", (1, 2)))
+    assert settings.run.eval_every == 50_000
+
+
+def test_options_lie_over_the_tuned_ones_and_over_a_file(tmp_path):
+    tuned = load_settings("CartPole-v1")
+    settings = cli.parse(["--env", "CartPole-v1", "--gamma", "0.5"])
+    assert settings.hyper.gamma == 0.5
+    assert settings.hyper.learning_rate == tuned.hyper.learning_rate
+    file = tmp_path / "c.yaml"
+    file.write_text("env: Acrobot-v1\nnum_envs: 3\nlearning_rate: 1e-5")
+    settings = cli.parse(["--config", str(file), "--num-envs", "7"])
+    assert (settings.config.env, settings.config.num_envs) == ("Acrobot-v1", 7)
+    assert settings.hyper.learning_rate == 1e-5
+
+
+def run_main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["purejaxppo", *arguments])
+    return cli.main()
+
+
+def test_console_script(monkeypatch, capsys):
+    assert run_main(monkeypatch, "envs") == 0
+    shown = capsys.readouterr().out.split("\n")
+    assert "CartPole-v1  tuned" in shown
+    assert "MNISTBandit-bsuite" in shown
+    assert run_main(monkeypatch, "--help") == 0
+    assert "train" in capsys.readouterr().out
+    assert run_main(monkeypatch) == 2
+    assert run_main(monkeypatch, "trian") == 2
+    assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
+    assert run_main(monkeypatch, "train", "--gamma", "2") == 2
+
+
+def test_device_error_is_not_hidden(tmp_path, monkeypatch, capsys):
+    """A disk that fills up is told in one line, with status 1."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli, "write_summary", full)
+    path = str(tmp_path / "run")
+    assert train("--total-timesteps", "32", "--eval-episodes", "0", "--run-dir", path) == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def start(path, *arguments):
+    """A long training in a process of its own, once its first metrics are written."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "purejaxppo.run", *SMALL.split(), "--env", "CartPole-v1",
+         "--total-timesteps", "1e9", "--eval-every", "0", "--eval-episodes", "2",
+         "--metrics-rows", "0", "--run-dir", str(path), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (path / "metrics.csv").exists() and (path / "metrics.csv").read_text().count("\n") > 3:
+            return process
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_training_keeps_what_it_has(tmp_path, number):
+    process = start(tmp_path / "run")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted after" in out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    table = rows(tmp_path / "run" / "metrics.csv")
+    assert summary["interrupted"]
+    assert int(table[-1]["env_steps"]) == summary["env_steps"] > 0
+
+
+def test_python_m_and_one_process_less_cache(tmp_path):
+    """The command of the README, with the cache off: nothing is written outside the directory."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    command = [sys.executable, "-m", "purejaxppo.run", *SMALL.split(), "--total-timesteps", "32"]
+    command += ["--eval-episodes", "0", "--run-dir", str(tmp_path / "run")]
+    off = subprocess.run([*command, "--no-compilation-cache"], env=environment, check=False)
+    assert off.returncode == 0
+    assert not (tmp_path / "cache" / "purejaxppo").exists()
+    command[-1] = str(tmp_path / "run2")
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert any((tmp_path / "cache" / "purejaxppo").iterdir())

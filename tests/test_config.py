@@ -1,0 +1,174 @@
+"""Options: YAML, types, ranges, and the configurations that are shipped."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from purejaxppo.config import (
+    Config,
+    ConfigError,
+    Hyper,
+    RunOptions,
+    Settings,
+    config_directory,
+    load_settings,
+    make_settings,
+    parse_env_args,
+    parse_int,
+    parse_layers,
+    suggest,
+    tuned_config,
+    validate,
+)
+
+SHIPPED = sorted(config_directory().rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_file_is_valid_and_says_only_what_differs(path):
+    settings = load_settings(file=path)
+    validate(settings)
+    values = yaml.safe_load(path.read_text())
+    if path.parent.name == "examples":  # may spell out what an example is about
+        return
+    defaults = Settings().to_dict()
+    loaded = settings.to_dict()
+    repeated = [name for name in values if name != "env" and loaded[name] == defaults[name]]
+    assert repeated == []
+
+
+def test_shipped_files_are_found_by_environment():
+    assert tuned_config("CartPole-v1") == config_directory() / "gymnax" / "CartPole-v1.yaml"
+    assert tuned_config("my_module:MyEnv") is None
+
+
+def test_settings_survive_yaml():
+    settings = Settings(
+        RunOptions(seed=3, num_seeds=2, run_dir="x"),
+        Config(env_args=(("size", 4), ("layout", (1, 2))), torso_layers=(8,), shared_torso=True),
+        Hyper(learning_rate=1e-3, target_kl=0.02),
+    )
+    text = yaml.safe_dump(settings.to_dict(), sort_keys=False)
+    assert make_settings(yaml.safe_load(text)) == settings
+
+
+def test_yaml_numbers_that_are_read_as_text():
+    values = yaml.safe_load("learning_rate: 3e-4\ntotal_timesteps: 1e6\nnum_envs: 1_000")
+    settings = make_settings(values)
+    assert settings.hyper.learning_rate == 3e-4
+    assert settings.config.total_timesteps == 1_000_000
+    assert settings.config.num_envs == 1_000
+
+
+def test_yaml_off_is_the_choice_and_not_false():
+    values = yaml.safe_load("normalize_advantages: off")
+    assert make_settings(values).config.normalize_advantages == "off"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lerning_rate": 1}, "unknown option 'lerning_rate'; did you mean learning_rate"),
+        ({"num_envs": 1.5}, "num_envs: 1.5 is not a whole number"),
+        ({"num_envs": True}, "num_envs: True is not a whole number"),
+        ({"learning_rate": "fast"}, "learning_rate: 'fast' is not a number"),
+        ({"shared_torso": "maybe"}, "shared_torso: 'maybe' is not true or false"),
+        ({"log_std": "both"}, "log_std: 'both' is not one of parameter, state"),
+        ({"torso_layers": 64}, "torso_layers: 64 is not a list of whole numbers"),
+        ({"env": 3}, "env: 3 is not text"),
+    ],
+)
+def test_wrong_names_and_types(values, message):
+    with pytest.raises(ConfigError, match=message):
+        make_settings(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_envs": 0}, "--num-envs 0: must be at least 1"),
+        ({"total_timesteps": 0}, "--total-timesteps 0: must be at least 1"),
+        ({"num_envs": 3, "num_steps": 5}, "3 .* 5 = 15 is not divisible by --num-minibatches 4"),
+        ({"gamma": 1.5}, "--gamma 1.5: must be in 0 ... 1"),
+        ({"gae_lambda": -0.1}, "--gae-lambda -0.1: must be in 0 ... 1"),
+        ({"learning_rate": 0}, "--learning-rate 0.0: must be above 0"),
+        ({"learning_rate": float("nan")}, "--learning-rate nan: must be above 0"),
+        ({"critic_learning_rate": -1}, "--critic-learning-rate -1.0: must be above 0"),
+        ({"clip_eps": 0}, "--clip-eps 0.0: must be above 0"),
+        ({"value_clip_eps": 0}, "--value-clip-eps"),
+        ({"ent_coef": -1}, "--ent-coef -1.0: must be at least 0"),
+        ({"vf_coef": float("inf")}, "--vf-coef inf"),
+        ({"target_kl": 0}, "--target-kl"),
+        ({"desired_kl": 0.01}, "both set the learning rate: add --no-anneal-learning-rate"),
+        ({"activation": "sin"}, "--activation sin: must be one of tanh, relu"),
+        ({"torso_layers": [64, 0]}, "--torso-layers"),
+        ({"pool_size": 0}, "--pool-size 0"),
+        ({"seed": -1}, "--seed -1: must be at least 0"),
+        ({"num_seeds": 0}, "--num-seeds 0: must be at least 1"),
+        ({"seed": 2**32}, "--seed 4294967296: must be below"),
+        ({"eval_every": -5}, "--eval-every -5"),
+        ({"metrics_rows": -1}, "--metrics-rows -1"),
+        ({"runs_per_block": 0}, "--runs-per-block 0"),
+    ],
+)
+def test_values_out_of_range(values, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_settings(values))
+
+
+def test_every_number_has_a_range():
+    """An option added later needs a check: nan or -1 passes for none of the present ones."""
+    for cls in (Config, RunOptions, Hyper):
+        for field in dataclasses.fields(cls):
+            if "int" in str(field.type) or "float" in str(field.type):
+                value = float("nan") if "float" in str(field.type) else -1
+                value = [value] if "tuple" in str(field.type) else value
+                with pytest.raises(ConfigError, match=field.name.replace("_", "-")):
+                    validate(make_settings({field.name: value}))
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"--config .*missing.yaml: No such file"):
+        load_settings(file=tmp_path / "missing.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    with pytest.raises(ConfigError, match=r"broken.yaml: not YAML"):
+        load_settings(file=broken)
+    broken.write_text("just text")
+    with pytest.raises(ConfigError, match="not a mapping"):
+        load_settings(file=broken)
+    broken.write_text("lerning_rate: 1")
+    with pytest.raises(ConfigError, match=r"broken.yaml: unknown option"):
+        load_settings(file=broken)
+
+
+def test_environment_given_with_a_file_wins(tmp_path):
+    file = tmp_path / "some.yaml"
+    file.write_text("env: Acrobot-v1\nnum_envs: 2")
+    settings = load_settings("Pendulum-v1", file)
+    assert (settings.config.env, settings.config.num_envs) == ("Pendulum-v1", 2)
+
+
+def test_parsers():
+    assert [parse_int(text) for text in ("1e6", "1_000_000", "7")] == [1_000_000, 1_000_000, 7]
+    for text in ("1.5", "1e-1", "x"):
+        with pytest.raises(ValueError, match=r"whole|could not convert"):
+            parse_int(text)
+    assert parse_layers("64,64") == (64, 64)
+    assert parse_layers("") == ()
+    assert parse_env_args(["size=8", "flag=true", "xs=[1, 2]"]) == (
+        ("size", 8), ("flag", True), ("xs", (1, 2)),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="takes name=value, not 'size'"):
+        parse_env_args(["size"])
+
+
+def test_suggestions_ignore_case():
+    assert suggest("cartpole-v1", ["CartPole-v1", "Pong-misc"]) == "; did you mean CartPole-v1?"
+    assert suggest("zzz", ["CartPole-v1"]) == ""
+
+
+def test_iterations_are_rounded_up():
+    config = Config(total_timesteps=1001, num_envs=4, num_steps=25)
+    assert (config.batch_size, config.iterations) == (100, 11)

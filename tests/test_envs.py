@@ -1,0 +1,207 @@
+"""Vectorisation, resets, clock, episode statistics, and finding environments by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from purejaxppo import envs
+from purejaxppo.config import ConfigError
+from purejaxppo.envs import Vectorized
+from purejaxppo.spaces import Box, Discrete
+from purejaxppo.types import TimeStep
+
+
+class Countdown:
+    """Starts at a random number, shown as observation; each step pays it and counts down to 0."""
+
+    observation_space = Box(0.0, 100.0, (1,))
+    action_space = Discrete(2)
+    may_truncate = False
+
+    def __init__(self, limit=None, highest=6):
+        self.max_episode_steps = limit
+        self.highest = highest
+
+    def reset(self, key):
+        start = jax.random.randint(key, (), 2, self.highest)
+        return start, start[None].astype(jnp.float32)
+
+    def step(self, key, state, action):
+        state = state - 1
+        return state, TimeStep(
+            state[None].astype(jnp.float32), state + 1, state == 0, jnp.zeros((), bool)
+        )
+
+
+def play(env, steps, key=0, rollouts=1):
+    """Observations acted on, time steps, episodes of `rollouts` rollouts, as numpy [T, N]."""
+
+    def step(state, key):
+        obs = state.obs
+        state, timestep, episode = env.step(
+            jax.random.split(key, env.num_envs), state, jnp.zeros(env.num_envs, jnp.int32)
+        )
+        return state, (obs, timestep, episode)
+
+    @jax.jit
+    def rollout(state, key):
+        state = env.begin_rollout(key, state)
+        return jax.lax.scan(step, state, jax.random.split(key, steps))
+
+    state, out = env.reset(jax.random.key(key)), []
+    for i in range(rollouts):
+        state, data = rollout(state, jax.random.key(key + 1 + i))
+        out.append(data)
+    return jax.tree.map(lambda *x: np.concatenate(x), *out)
+
+
+@pytest.mark.parametrize("mode", ["pool", "fresh"])
+def test_episodes_follow_one_another(mode):
+    obs, timestep, episode = play(Vectorized(Countdown(), 3, mode), steps=40)
+    for n in range(3):
+        score = length = 0
+        for t in range(40):
+            score, length = score + obs[t, n, 0], length + 1
+            assert timestep.reward[t, n] == obs[t, n, 0]
+            assert timestep.obs[t, n, 0] == obs[t, n, 0] - 1  # the final one too, before any reset
+            ended = obs[t, n, 0] == 1
+            assert timestep.terminated[t, n] == episode.ended[t, n] == ended
+            if ended:
+                assert (episode.score[t, n], episode.length[t, n]) == (score, length)
+                score = length = 0
+            if t < 39:
+                assert (obs[t + 1, n, 0] >= 2) if ended else (obs[t + 1, n, 0] == obs[t, n, 0] - 1)
+    assert not timestep.truncated.any()
+
+
+def test_clock_cuts_episodes_across_rollouts():
+    env = Vectorized(Countdown(limit=7, highest=100), 2)
+    _, timestep, episode = play(env, steps=5, rollouts=6)
+    truncated = np.flatnonzero(timestep.truncated[:, 0] | timestep.terminated[:, 0])
+    np.testing.assert_array_equal(episode.length[episode.ended] <= 7, True)
+    assert timestep.truncated.sum() >= 6
+    assert (np.diff(truncated) <= 7).all()
+
+
+def test_termination_and_limit_may_coincide():
+    env = Vectorized(Countdown(limit=2, highest=3), 1)  # always starts at 2
+    _, timestep, _ = play(env, steps=4)
+    np.testing.assert_array_equal(timestep.terminated[:, 0], [False, True, False, True])
+    np.testing.assert_array_equal(timestep.truncated[:, 0], [False, True, False, True])
+
+
+def starts_of(mode, pool_size, steps=600, num_envs=40):
+    obs, _, episode = play(Vectorized(Countdown(), num_envs, mode, pool_size), steps)
+    return obs[1:, :, 0][episode.ended[:-1]]
+
+
+def test_pool_starts_have_the_distribution_of_fresh_ones():
+    counts = [
+        np.bincount(starts_of(mode, size).astype(int), minlength=6)[2:]
+        for mode, size in (("fresh", 1), ("pool", 600))
+    ]
+    expected = np.sum(counts, 0) / np.sum(counts)
+    for count in counts:
+        chi2 = np.sum((count - expected * count.sum()) ** 2 / (expected * count.sum()))
+        assert chi2 < 16.3  # 99.9% quantile with 3 degrees of freedom
+
+
+def test_pool_entry_is_that_of_the_step_and_the_environment():
+    env = Vectorized(Countdown(highest=1000), 4, "pool", 3)
+    state = env.begin_rollout(jax.random.key(0), env.reset(jax.random.key(1)))
+    pool = np.asarray(state.pool.obs[..., 0])
+    assert len(set(pool.ravel())) > 6  # starts differ between environments and entries
+    for t in range(7):
+        ending = state.replace(env=jnp.ones_like(state.env))
+        after, _, _ = env.step(jax.random.split(jax.random.key(t), 4), ending, jnp.zeros(4, int))
+        np.testing.assert_array_equal(after.obs[:, 0], pool[t % 3])
+        state = after
+
+
+def test_a_new_pool_is_drawn_for_every_rollout():
+    env = Vectorized(Countdown(highest=1000), 4, "pool", 3)
+    state = env.reset(jax.random.key(1))
+    pools = [env.begin_rollout(jax.random.key(i), state).pool.obs for i in range(2)]
+    assert (np.asarray(pools[0]) != np.asarray(pools[1])).mean() > 0.9
+
+
+@pytest.mark.parametrize("mode", ["pool", "fresh"])
+def test_state_keeps_its_types(mode):
+    """A state that changes its types, weak ones included, would compile everything twice."""
+    env = Vectorized(Countdown(limit=3), 2, mode)
+    state = jax.eval_shape(env.reset, jax.random.key(0))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    begun = jax.eval_shape(env.begin_rollout, jax.random.key(0), state)
+    stepped = jax.eval_shape(env.step, keys, begun, jnp.zeros(2, jnp.int32))[0]
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(stepped), strict=True):
+        assert (before.shape, before.dtype, before.weak_type) == (
+            after.shape, after.dtype, after.weak_type,
+        )  # fmt: skip
+
+
+def test_unknown_name_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="unknown environment 'CartPole-v2'; did you mean CartP"):
+        envs.make("CartPole-v2")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:Env", "No module named 'no_such_module'"),
+        ("purejaxppo.envs:Nothing", "purejaxppo.envs has no 'Nothing'"),
+        ("purejaxppo.spaces:Discrete", r"missing a required argument: 'n'"),
+        ("collections:Counter", "it has no observation_space"),
+    ],
+)
+def test_own_environment_that_cannot_be_used(name, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("DeepSea-bsuite", {"siz": 4}, "has no argument 'siz'; did you mean size"),
+        ("CartPole-v1", {"colour": 1}, "CartPole-v1 has no argument 'colour'.*it has force_mag"),
+        ("MetaMaze-misc", {"maze_size": 4}, "--env-args of MetaMaze-misc"),
+        ("scripts.custom_environment:Corridor", {"lenght": 4}, "unexpected keyword .*'lenght'"),
+    ],
+)
+def test_arguments_that_do_not_exist(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make(name, arguments)
+
+
+def test_arguments_reach_constructor_and_parameters():
+    assert envs.make("DeepSea-bsuite", {"size": 5}).observation_space.shape == (5, 5)
+    assert envs.make("CartPole-v1", {"max_steps_in_episode": 9}).max_episode_steps == 9
+    env = envs.make("scripts.custom_environment:Corridor", {"length": 4})
+    assert env.length == 4
+
+
+def test_register_takes_a_name_once():
+    envs.register("Countdown-test", Countdown)
+    assert "Countdown-test" in envs.list_environments()
+    assert envs.make("Countdown-test", {"limit": 4}).max_episode_steps == 4
+    with pytest.raises(ValueError, match="already registered"):
+        envs.register("Countdown-test", Countdown)
+
+
+def test_gymnax_style_environment_of_the_users():
+    from gymnax.environments.classic_control import CartPole
+
+    env = envs._build("mine", CartPole, {"max_steps_in_episode": 20})
+    assert (env.max_episode_steps, env.may_truncate) == (20, False)
+
+    class Impatient(CartPole):
+        def is_truncated(self, state, params):
+            return jnp.abs(state.x) > 0.1
+
+    env = envs._build("mine", Impatient, {})
+    assert env.may_truncate
+
+
+def test_environment_that_downloads_says_so_in_one_line():
+    with pytest.raises(ConfigError, match="MNISTBandit-bsuite downloads its data, and that failed"):
+        envs.make("MNISTBandit-bsuite")
