@@ -1,0 +1,81 @@
+"""Tables: intervals, pooling, and what is left empty."""
+
+import csv
+import types
+
+import numpy as np
+import pytest
+
+from purejaxppo.loggers import EvaluationTable, MetricsTable, pool
+from purejaxppo.types import Metrics
+
+
+def metrics(**values):
+    """[I, R] of every metric, 1 where not given."""
+    shape = np.shape(next(iter(values.values())))
+    filled = {name: np.ones(shape) for name in Metrics.__dataclass_fields__}
+    return filled | {name: np.asarray(value) for name, value in values.items()}
+
+
+def test_pool_weighs_episodes_by_their_count():
+    pooled = pool(
+        metrics(
+            episode_return=[[10.0, np.nan], [20.0, np.nan], [np.nan, 5.0]],
+            episodes=[[1, 0], [3, 0], [0, 2]],
+            value_mean=[[1.0, 2.0], [2.0, 2.0], [3.0, 5.0]],
+            invalid_steps=[[1, 0], [2, 0], [0, 0]],
+        )
+    )
+    np.testing.assert_allclose(pooled["episode_return"], [17.5, 5.0])
+    np.testing.assert_array_equal(pooled["episodes"], [4, 2])
+    np.testing.assert_array_equal(pooled["invalid_steps"], [3, 0])
+    np.testing.assert_allclose(pooled["value_mean"], [2.0, 3.0])
+
+
+def test_pool_hides_no_divergence_and_invents_no_episode():
+    pooled = pool(
+        metrics(
+            policy_loss=[[np.nan], [1.0]],
+            explained_variance=[[np.nan], [0.5]],
+            episode_length=[[np.nan], [np.nan]],
+            episodes=[[0], [0]],
+        )
+    )
+    assert np.isnan(pooled["policy_loss"]).all()
+    assert np.isnan(pooled["episode_length"]).all()
+    np.testing.assert_allclose(pooled["explained_variance"], [0.5])
+
+
+def test_intervals_run_across_chunks_and_the_last_is_shorter(tmp_path):
+    table = MetricsTable(tmp_path / "m.csv", seeds=[7], interval=3, steps_per_iteration=10)
+    for part in ([0.0, 1.0], [2.0], [3.0, 4.0, 5.0, 6.0]):
+        table.add(metrics(value_mean=np.array(part)[:, None]))
+    table.close()
+    with (tmp_path / "m.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["iteration"], r["env_steps"], r["value_mean"]) for r in rows] == [
+        ("3", "30", "1"), ("6", "60", "4"), ("7", "70", "6"),
+    ]  # fmt: skip
+    assert len(table.rows) == 3
+
+
+def test_a_table_is_never_overwritten(tmp_path):
+    (tmp_path / "m.csv").write_text("precious")
+    with pytest.raises(FileExistsError):
+        MetricsTable(tmp_path / "m.csv", [0], 1, 1)
+    assert (tmp_path / "m.csv").read_text() == "precious"
+
+
+def test_unfinished_episodes_do_not_count(tmp_path):
+    table = EvaluationTable(tmp_path / "e.csv", seeds=[3, 4])
+    episodes = types.SimpleNamespace(
+        ended=np.array([[True, False, True], [False, False, False]]),
+        score=np.array([[1.0, 100.0, 3.0], [9.0, 9.0, 9.0]]),
+        length=np.array([[5, 100, 7], [9, 9, 9]]),
+    )
+    first, second = table.add(episodes, iteration=2, env_steps=20)
+    assert (first["return_mean"], first["length_mean"], first["episodes"]) == (2.0, 6.0, 2)
+    assert first["return_std"] == 1.0
+    assert np.isnan(second["return_mean"])
+    table.close()
+    assert (tmp_path / "e.csv").read_text().splitlines()[2] == "1,4,2,20,,,,0"
