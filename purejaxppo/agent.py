@@ -143,6 +143,11 @@ def check_spaces(config: Config, observation_space: Space, action_space: Space) 
                 f"--action-distribution {wanted} does not fit {config.env}, whose actions are "
                 f"{action_space}: use categorical"
             )
+        if config.log_std != Config.log_std:
+            raise ConfigError(
+                f"--log-std {config.log_std} does not fit {config.env}, whose actions are "
+                f"{action_space}"
+            )
         return
     if not action_space.dtype.startswith("float"):
         raise ConfigError(

@@ -290,6 +290,12 @@ def validate(settings: Settings) -> None:
             "--desired-kl and --anneal-learning-rate both set the learning rate: "
             "add --no-anneal-learning-rate"
         )
+    if config.reset_mode == "fresh" and config.pool_size != Config.pool_size:
+        raise ConfigError(
+            f"--pool-size {config.pool_size}: there is no pool with --reset-mode fresh"
+        )
+    if run.eval_every is not None and not run.eval_episodes:
+        raise ConfigError(f"--eval-every {run.eval_every}: there are no --eval-episodes")
     for name in ("seed", "eval_episodes", "metrics_rows"):
         _require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
     _require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")

@@ -46,7 +46,9 @@ class Corridor:
         state = CorridorState(jnp.floor(jax.random.uniform(key) * self.length / 2))
         return state, self._observe(state)
 
-    def step(self, key: Array, state: CorridorState, action: Array) -> tuple[CorridorState, TimeStep]:
+    def step(
+        self, key: Array, state: CorridorState, action: Array
+    ) -> tuple[CorridorState, TimeStep]:
         """One step to either side; key is not needed."""
         position = jnp.clip(state.position + 2 * action - 1, 0, self.length)
         state = CorridorState(position.astype(jnp.float32))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from purejaxppo import cli, envs
+from purejaxppo import cli, envs, host
 from purejaxppo.config import ConfigError, load_settings
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
 
@@ -167,6 +167,10 @@ def test_no_evaluation(tmp_path):
         ("--action-distribution gaussian", "does not fit CartPole-v1, whose actions are Discrete"),
         ("--env Pendulum-v1 --action-distribution categorical", "use gaussian or tanh_gaussian"),
         ("--env FrozenLake-misc --normalize-observations", "which is one-hot encoded"),
+        ("--log-std state", "--log-std state does not fit CartPole-v1"),
+        ("--init-log-std -1", "--init-log-std does not fit CartPole-v1"),
+        ("--reset-mode fresh --pool-size 3", "there is no pool with --reset-mode fresh"),
+        ("--eval-every 10 --eval-episodes 0", "there are no --eval-episodes"),
         ("--env MNISTBandit-bsuite", "downloads its data, and that failed"),
         ("--config missing.yaml", "--config missing.yaml: No such file or directory"),
         ("--run-dir /proc/nothing", "--run-dir /proc/nothing"),
@@ -174,7 +178,7 @@ def test_no_evaluation(tmp_path):
 )
 def test_mistakes_are_one_line_and_status_2(arguments, message, capsys, monkeypatch, tmp_path):
     """Before anything compiles: not even a trainer is made."""
-    monkeypatch.setattr(cli, "Trainer", None)
+    monkeypatch.setattr(host, "Trainer", None)
     if "--run-dir" not in arguments:
         arguments += f" --run-dir {tmp_path / 'run'}"
     assert train(*arguments.split()) == 2
@@ -192,7 +196,7 @@ def test_squashing_needs_bounds(monkeypatch):
     monkeypatch.setattr(envs, "make", lambda *_: unbounded)
     settings = cli.parse(["--env", "Pendulum-v1", "--action-distribution", "tanh_gaussian"])
     with pytest.raises(ConfigError, match="needs finite bounds"):
-        cli.train(settings)
+        host.train(settings)
 
 
 def test_all_runs_diverged(tmp_path, capsys):
@@ -276,7 +280,7 @@ def test_device_error_is_not_hidden(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cli, "write_summary", full)
+    monkeypatch.setattr(host, "write_summary", full)
     path = str(tmp_path / "run")
     assert train("--total-timesteps", "32", "--eval-episodes", "0", "--run-dir", path) == 1
     assert "No space left on device" in capsys.readouterr().err

@@ -34,7 +34,11 @@ def test_bootstrap_interval_agrees_with_scipy():
 
 def test_summary_has_no_numbers_json_does_not_know(tmp_path):
     write_summary(tmp_path / "s.json", {"a": float("nan"), "b": [1.0, float("inf")], "c": {"d": 1}})
-    assert json.loads((tmp_path / "s.json").read_text()) == {"a": None, "b": [1.0, None], "c": {"d": 1}}
+    assert json.loads((tmp_path / "s.json").read_text()) == {
+        "a": None,
+        "b": [1.0, None],
+        "c": {"d": 1},
+    }
 
 
 def rows(returns):
