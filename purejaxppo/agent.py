@@ -26,6 +26,8 @@ from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
 
 # An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
 _ADAPTIVE_BOUNDS, _ADAPTIVE_FACTOR = (1e-5, 1e-2), 1.5
+# What approx_kl of an unchanged policy stays below in float32.
+_ROUNDING_KL = 1e-7
 
 
 class AgentOutput(struct.PyTreeNode):
@@ -196,11 +198,15 @@ def learning_rate_scale(config: Config, opt_state: OptState, remaining: Array) -
 
 
 def adapt_learning_rate(hyper: Hyper, opt_state: OptState, approx_kl: Array) -> OptState:
-    """Slows down where the policy moved more than twice desired_kl, speeds up below half of it."""
+    """Slows down where the policy moved more than twice desired_kl, speeds up below half of it.
+
+    Where it has not moved, in the first minibatch of an iteration, that says nothing.
+    """
     if hyper.desired_kl is None or opt_state.adaptive_scale is None:
         return opt_state
     factor = jnp.where(approx_kl > 2 * hyper.desired_kl, 1 / _ADAPTIVE_FACTOR, 1.0)
-    factor = jnp.where(approx_kl < hyper.desired_kl / 2, _ADAPTIVE_FACTOR, factor)
+    slow = (approx_kl < hyper.desired_kl / 2) & (approx_kl > _ROUNDING_KL)
+    factor = jnp.where(slow, _ADAPTIVE_FACTOR, factor)
     slowest, fastest = (bound / hyper.learning_rate for bound in _ADAPTIVE_BOUNDS)
     return opt_state.replace(
         adaptive_scale=jnp.clip(opt_state.adaptive_scale * factor, slowest, fastest)

@@ -73,7 +73,7 @@ def gae(
     Returns:
         [T, N]; add `value` for the value function's targets.
     """
-    chex.assert_rank(reward, 2)
+    chex.assert_rank(reward, 2, custom_message="reward")
     for name, array in (
         ("value", value),
         ("next_value", next_value),
@@ -133,10 +133,12 @@ def ppo_loss(
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - coef.clip_eps, 1 + coef.clip_eps)
     surrogate = jnp.minimum(ratio * batch.advantage, clipped_ratio * batch.advantage)
-    error = jnp.square(value - batch.target)
+    target = jnp.where(batch.valid, batch.target, 0.0)
+    error = jnp.square(value - target)
     if coef.value_clip_eps is not None:
-        move = jnp.clip(value - batch.value, -coef.value_clip_eps, coef.value_clip_eps)
-        error = jnp.maximum(error, jnp.square(batch.value + move - batch.target))
+        old_value = jnp.where(batch.valid, batch.value, 0.0)
+        move = jnp.clip(value - old_value, -coef.value_clip_eps, coef.value_clip_eps)
+        error = jnp.maximum(error, jnp.square(old_value + move - target))
     metrics = LossMetrics(
         policy_loss=-masked_mean(surrogate, batch.valid),
         value_loss=0.5 * masked_mean(error, batch.valid),

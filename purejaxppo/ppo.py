@@ -173,6 +173,9 @@ def _act(
     log_prob = output.policy.log_prob(action)
     chex.assert_shape(log_prob, batch, custom_message="log_prob")
     env_state, timestep, episode = env.step(key, actor.env_state, output.policy.to_env(action))
+    chex.assert_shape(timestep.reward, batch, custom_message="reward")
+    chex.assert_shape(timestep.terminated, batch, custom_message="terminated")
+    chex.assert_shape(timestep.truncated, batch, custom_message="truncated")
     transition = Transition(
         obs=obs,
         first=actor.first,
@@ -213,7 +216,9 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
         repeats = min(window, len(next_value))
         final_value = jnp.repeat(final.value, repeats, axis=0)[: len(next_value)]
         next_value = jnp.where(steps.truncated, final_value, next_value)
-    reward = steps.reward / stats.return_scale(state.return_stats)
+    # Without the barrier XLA rewrites this division as it likes, and differently with more devices.
+    scale = jax.lax.optimization_barrier(stats.return_scale(state.return_stats))
+    reward = steps.reward / scale
     return gae(
         reward,
         steps.value,

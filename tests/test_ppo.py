@@ -1,0 +1,693 @@
+"""The algorithm: learning what is known in closed form, and each rule of it by itself."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+from probes import (
+    ActionReward,
+    Clock,
+    ConstantReward,
+    ContinuousTarget,
+    DelayedReward,
+    Misshapen,
+    ObservationReward,
+    Poisoned,
+    TimeLimit,
+)
+from test_losses import numpy_gae
+
+from purejaxppo import ppo, stats
+from purejaxppo.agent import Agent, OptState, adapt_learning_rate, apply_gradients, init_optimizer
+from purejaxppo.config import Config, Hyper
+from purejaxppo.envs.base import Vectorized
+from purejaxppo.losses import Minibatch, normalize_advantages, ppo_loss
+from purejaxppo.train import as_arrays, make_setup, make_train
+from purejaxppo.types import Episode, Rollout, Transition
+
+SMALL = {"num_envs": 8, "num_steps": 8, "torso_layers": (8,), "num_minibatches": 2}
+# Compiling is most of the time here; what is learnt does not depend on how well it is done.
+FAST = {"xla_backend_optimization_level": 0}
+
+jit = functools.partial(jax.jit, compiler_options=FAST)
+rollout = jit(ppo.rollout, static_argnums=0)
+advantages = jit(ppo.advantages, static_argnums=0)
+init = jit(ppo.init, static_argnums=0)
+iterate = jit(ppo.iterate, static_argnums=0)
+
+
+def setup_and_state(env, hyper=None, seed=0, **options):
+    """A small training of an environment, before its first iteration."""
+    setup = make_setup(Config(**SMALL | options), env)
+    hyper = as_arrays(hyper or Hyper())
+    return setup, init(setup, jax.random.key(seed), hyper), hyper
+
+
+def learn(env, **options):
+    """(agent's output as a function of observations, metrics) after 50 iterations."""
+    config = Config(**SMALL, total_timesteps=50 * 64, **options)
+    hyper = Hyper(learning_rate=0.03, gamma=0.9, ent_coef=0.0, init_log_std=-1.0)
+    state, metrics = jit(make_train(config, env))(jax.random.key(0), hyper)
+    agent = make_setup(config, env).agent
+
+    def ask(obs):
+        obs = jnp.asarray(obs)[:, None]
+        return agent.apply(state.params, None, obs, (), jnp.ones(len(obs), bool))
+
+    return ask, metrics
+
+
+def test_learns_the_value_of_a_constant_reward():
+    ask, metrics = learn(ConstantReward())
+    np.testing.assert_allclose(ask([1.0]).value, [1.0], atol=0.01)
+    np.testing.assert_array_equal(metrics.episode_return, 1.0)
+    np.testing.assert_array_equal(metrics.episodes, 64)
+    np.testing.assert_allclose(metrics.value_mean[-1], 1.0, atol=0.01)
+    # The learning rate falls linearly and is constant within an iteration.
+    np.testing.assert_allclose(
+        metrics.learning_rate, 0.03 * (1 - np.arange(50) / 50), rtol=1e-6, atol=3e-9
+    )
+
+
+def test_learns_a_value_that_depends_on_the_observation():
+    ask, _ = learn(ObservationReward())
+    np.testing.assert_allclose(ask([-1.0, 2.0]).value, [-1.0, 2.0], atol=0.02)
+
+
+def test_learns_the_action_that_the_observation_asks_for():
+    ask, metrics = learn(ActionReward())
+    output = ask([-1.0, 1.0])
+    probabilities = jax.nn.softmax(output.policy.logits)
+    assert probabilities[0, 0] > 0.98
+    assert probabilities[1, 1] > 0.98
+    np.testing.assert_allclose(output.value, [1.0, 1.0], atol=0.02)
+    assert metrics.entropy[0] > 0.6 > 0.1 > metrics.entropy[-1]
+
+
+def test_discounts_a_delayed_reward():
+    ask, metrics = learn(DelayedReward())
+    np.testing.assert_allclose(ask([0.0, 1.0]).value, [0.9, 1.0], atol=0.01)
+    assert metrics.episode_length[-1] == 2
+    assert metrics.explained_variance[-1] > 0.95
+
+
+def test_a_time_limit_is_not_the_end_of_the_task():
+    ask, metrics = learn(TimeLimit())
+    # 1 / (1 - 0.9); as if it were the end, the mean of 1, 1.9 and 2.71.
+    np.testing.assert_allclose(ask([1.0]).value, [10.0], atol=0.2)
+    assert metrics.episode_length[-1] == 3
+
+
+def test_termination_wins_where_the_time_is_up_as_well():
+    ask, _ = learn(TimeLimit(terminal=True, max_episode_steps=1))
+    np.testing.assert_allclose(ask([1.0]).value, [1.0], atol=0.01)
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "tanh_gaussian"])
+def test_learns_a_continuous_action_in_an_asymmetric_box(distribution):
+    ask, metrics = learn(ContinuousTarget(), action_distribution=distribution)
+    output = ask([1.0])
+    np.testing.assert_allclose(output.policy.to_env(output.policy.mode()), [[0.3]], atol=0.03)
+    np.testing.assert_allclose(output.value, [0.0], atol=0.02)
+    assert metrics.episode_return[-1] > -0.01 > metrics.episode_return[0]
+
+
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+# With a single update in an iteration, every ratio of it is one.
+SINGLE_UPDATE = {"num_minibatches": 1, "update_epochs": 1}
+
+
+def first_ratio(setup, state, steps):
+    """Max |ratio - 1| of a rollout's actions, in minibatches of shuffled samples."""
+    order = ppo.shuffle(jax.random.key(1), 1, setup.config.batch_size).reshape(2, -1)
+
+    def ratio(index):
+        obs, action, log_prob, first = (
+            x.reshape(-1, *x.shape[2:])[index]
+            for x in (steps.obs, steps.action, steps.log_prob, steps.first)
+        )
+        output = setup.agent.apply(state.params, state.obs_stats, obs, state.carry, first)
+        return jnp.exp(output.policy.log_prob(action) - log_prob)
+
+    return max(float(jnp.max(jnp.abs(jax.jit(ratio)(index) - 1))) for index in order)
+
+
+def test_the_first_ratio_is_one():
+    env = Poisoned()  # without poison: a walk around 50
+    options = NORMALIZED | SINGLE_UPDATE
+    setup, state, hyper = setup_and_state(env, Hyper(learning_rate=0.05), **options)
+    for _ in range(3):
+        state, _ = iterate(setup, state, hyper, 10.0)
+    acted, data = rollout(setup, state, jax.random.key(5))
+    assert first_ratio(setup, acted, data.transitions) < 1e-5
+    updated = ppo.update_statistics(acted, data.transitions, hyper)
+    assert first_ratio(setup, updated, data.transitions) > 1e-3
+
+
+def test_an_iteration_takes_its_loss_with_the_statistics_that_acted():
+    options = NORMALIZED | SINGLE_UPDATE
+    setup, state, hyper = setup_and_state(Poisoned(), Hyper(learning_rate=0.05), **options)
+    for i in range(4):
+        before = state.obs_stats, ppo.stats.return_scale(state.return_stats)
+        state, metrics = iterate(setup, state, hyper, 10.0)
+        assert abs(metrics.approx_kl) < 1e-7
+        assert metrics.clip_fraction == 0
+        # Normalised advantages have a mean of 0, and so has the surrogate at a ratio of one.
+        assert abs(metrics.policy_loss) < 1e-5
+        assert state.obs_stats.count == before[0].count + 64 == 64 * (i + 1)
+        assert ppo.stats.return_scale(state.return_stats) != before[1]
+
+
+def test_rewards_are_scaled_by_the_return_statistics_that_acted():
+    setup, state, hyper = setup_and_state(Poisoned(), **NORMALIZED)
+    moments = stats.Moments(jnp.array(9.0), jnp.array(3.0), jnp.array(16.0))
+    state = state.replace(return_stats=stats.ReturnStats(moments, jnp.zeros(8)))
+    state, data = rollout(setup, state, jax.random.key(0))
+    scaled = advantages(setup, state, data, hyper.replace(gamma=jnp.zeros(())))
+    expected = data.transitions.reward / 4 - data.transitions.value
+    np.testing.assert_allclose(scaled, expected, rtol=0, atol=1e-5)
+
+
+def test_the_return_trace_follows_the_gamma_of_the_run():
+    setup, state, hyper = setup_and_state(Poisoned(), Hyper(gamma=0.5), **NORMALIZED)
+    acted, data = rollout(setup, state, jax.random.key(0))
+    steps = data.transitions
+    for gamma in (0.5, 0.9):
+        trace = np.zeros(8)
+        for reward, ended in zip(steps.reward, steps.terminated | steps.truncated, strict=True):
+            trace = np.where(ended, 0.0, gamma * trace + reward)
+        updated = ppo.update_statistics(acted, steps, hyper.replace(gamma=jnp.float32(gamma)))
+        np.testing.assert_allclose(updated.return_stats.trace, trace, rtol=1e-5)
+    assert np.all(updated.return_stats.trace > 0)
+
+
+def test_a_run_begins_with_statistics_that_change_nothing():
+    setup, state, _ = setup_and_state(Poisoned(), **NORMALIZED)
+    assert isinstance(setup.agent, Agent)
+    chex.assert_trees_all_equal(state.obs_stats, stats.init_moments((3,)))
+    chex.assert_trees_all_equal(state.return_stats, stats.init_return_stats(8))
+    assert np.all(state.first)
+    assert state.iteration == 0
+    _, plain, _ = setup_and_state(Poisoned())
+    assert plain.obs_stats is None
+    assert plain.return_stats is None
+
+
+# (time limit, whether the environment truncates by itself, steps of a rollout)
+CLOCKS = [
+    (3, False, 7),  # T not a multiple of L
+    (3, False, 6),
+    (5, False, 5),
+    (9, False, 4),  # L > T
+    (1, False, 3),
+    (None, False, 6),  # K = 0
+    (None, True, 6),  # K = T
+    (4, True, 6),
+]
+
+
+@pytest.mark.parametrize(("limit", "may_truncate", "num_steps"), CLOCKS)
+def test_final_observations_and_the_values_that_follow(limit, may_truncate, num_steps):
+    env = Clock(limit, may_truncate)
+    setup, state, _ = setup_and_state(env, num_steps=num_steps)
+    hyper = as_arrays(Hyper(gamma=0.9, gae_lambda=0.7))
+
+    @jit
+    def rollouts(state, keys):
+        def one(state, key):
+            state, data = ppo.rollout(setup, state, key)
+            return state, (data, ppo.advantages(setup, state, data, hyper))
+
+        return jax.lax.scan(one, state, keys)
+
+    final, (data, advantage) = rollouts(state, jax.random.split(jax.random.key(1), 4))
+    obs, clock, terminated, truncated = simulate(env, data.transitions, num_steps)
+    np.testing.assert_array_equal(final.env_state.obs[:, 0], clock)
+    assert terminated.any() or limit == 1 or may_truncate
+    assert truncated.any() == bool(limit or may_truncate)
+
+    window = 1 if may_truncate else limit
+    slots = -(-num_steps // window) if window else 0
+    assert data.final_obs.shape == (4, slots, 8, 2)
+    after = obs + np.array([1.0, 0.0])  # what a step led to, whether or not the episode ended
+    i, t, n = np.nonzero(truncated)
+    if slots:
+        np.testing.assert_array_equal(data.final_obs[i, t // window, n], after[i, t, n])
+
+    first = jnp.zeros(after.shape[:3], bool)
+    next_value = setup.agent.apply(state.params, None, jnp.float32(after), (), first).value
+    steps = data.transitions
+    for i in range(4):
+        expected = numpy_gae(
+            np.asarray(steps.reward[i], np.float64),
+            np.asarray(steps.value[i], np.float64),
+            np.asarray(next_value[i], np.float64),
+            terminated[i],
+            truncated[i],
+            0.9,
+            0.7,
+        )
+        np.testing.assert_allclose(advantage[i], expected, rtol=0, atol=1e-4)
+
+
+def simulate(env, steps, num_steps):
+    """The rollouts of a Clock again in plain Python, in which only the lifetimes are looked up.
+
+    Checks the transitions against it, and returns what was seen, the clocks at the end [N], and
+    terminated and truncated, each [rollout, T, N].
+    """
+    obs = np.asarray(steps.obs)
+    terminated, truncated = np.zeros((2, *obs.shape[:3]), bool)
+    clock = np.full(obs.shape[2], env.START)
+    first = np.ones(obs.shape[2], bool)
+    for i, t in np.ndindex(*obs.shape[:2]):
+        np.testing.assert_array_equal(steps.first[i, t], first)
+        np.testing.assert_array_equal(obs[i, t, :, 0], clock)
+        life = obs[i, t, :, 1]
+        clock = clock + 1
+        over = clock - env.START >= life
+        late = clock - env.START >= (env.max_episode_steps or np.inf)
+        terminated[i, t] = over & (not env.may_truncate)
+        truncated[i, t] = late | (over & env.may_truncate)
+        first = over | late
+        clock = np.where(first, env.START, clock)
+        if t + 1 < num_steps:
+            np.testing.assert_array_equal(obs[i, t + 1, ~first, 1], life[~first])
+    np.testing.assert_array_equal(steps.terminated, terminated)
+    np.testing.assert_array_equal(steps.truncated, truncated)
+    return obs, clock, terminated, truncated
+
+
+@pytest.fixture(scope="module")
+def experience():
+    """(setup, state, data, advantage, hyper): one rollout, to be learnt from in several ways."""
+    hyper = Hyper(learning_rate=0.02, value_clip_eps=0.1, max_grad_norm=0.3)
+    setup, state, hyper = setup_and_state(Clock(3), hyper)
+    state, data = rollout(setup, state, jax.random.key(0))
+    return setup, state, data, advantages(setup, state, data, hyper), hyper
+
+
+def plain_updates(experience, order, normalization, learning_rate):
+    """PPO's updates one after another, with optax's own Adam: parameters, states and metrics."""
+    setup, state, data, advantage, hyper = experience
+    steps = data.transitions
+    if normalization == "batch":
+        advantage = normalize_advantages(advantage, steps.valid)
+    samples = Minibatch(
+        obs=steps.obs,
+        first=steps.first,
+        noise=steps.noise,
+        action=steps.action,
+        log_prob=steps.log_prob,
+        value=steps.value,
+        advantage=advantage,
+        target=experience[3] + steps.value,
+        valid=steps.valid,
+    )
+    samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(hyper.max_grad_norm),
+        optax.adam(learning_rate, eps=hyper.adam_eps),
+    )
+
+    @jit
+    def step(params, opt_state, index):
+        batch = jax.tree.map(lambda x: x[index], samples)
+        if normalization == "minibatch":
+            normalized = normalize_advantages(batch.advantage, batch.valid)
+            batch = batch.replace(advantage=normalized)
+
+        def loss(params):
+            output = setup.agent.apply(params, None, batch.obs, (), batch.first)
+            coef = ppo.coefficients(setup.config, hyper, 1.0)
+            return ppo_loss(output.policy, output.value, batch, coef)
+
+        grads, losses = jax.grad(loss, has_aux=True)(params)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return (
+            optax.apply_updates(params, updates),
+            opt_state,
+            losses,
+            jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))),
+        )
+
+    history = [(state.params, optimizer.init(state.params), None, None)]
+    for index in order:
+        history.append(step(*history[-1][:2], index))
+    return history
+
+
+def moments_of(adam):
+    """Adam's state, whatever it is chained with."""
+    found = optax.tree_utils.tree_get_all_with_path(adam, "mu")
+    assert len(found) == 1
+    return {name: optax.tree_utils.tree_get(adam, name) for name in ("mu", "nu", "count")}
+
+
+def run_update(experience, hyper, remaining=1.0, **options):
+    setup, state, data, advantage, _ = experience
+    config = dataclasses.replace(setup.config, **options)
+    key = jax.random.key(7)
+    order = ppo.shuffle(key, config.update_epochs, config.batch_size)
+    order = order.reshape(config.update_epochs * config.num_minibatches, -1)
+    update = jit(ppo.update, static_argnums=0)
+    learner, metrics = update(
+        setup._replace(config=config), state, data, advantage, hyper, remaining, key
+    )
+    return learner, metrics, order
+
+
+@pytest.mark.parametrize("normalization", ["minibatch", "batch", "off"])
+def test_updates_are_those_of_plain_ppo(experience, normalization):
+    hyper = experience[-1]
+    learner, metrics, order = run_update(
+        experience, hyper, remaining=0.25, normalize_advantages=normalization
+    )
+    assert len(order) == len(metrics.grad_norm) == 8
+    history = plain_updates(experience, order, normalization, 0.25 * hyper.learning_rate)
+    params, adam, _, _ = history[-1]
+    chex.assert_trees_all_close(learner.params, params, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(
+        moments_of(learner.opt_state.adam), moments_of(adam), rtol=1e-3, atol=1e-5
+    )
+    norms = np.array([norm for *_, norm in history[1:]])
+    np.testing.assert_allclose(metrics.grad_norm, norms, rtol=1e-3)
+    assert norms.max() > 0.3  # before clipping, which this test is about as well
+    np.testing.assert_allclose(metrics.learning_rate, 0.25 * 0.02, rtol=1e-6)
+    assert np.all(metrics.applied)
+
+
+def test_target_kl_stops_the_rest_of_the_iteration(experience):
+    _, state, data, advantage, hyper = experience
+    _, _, order = run_update(experience, hyper)
+    history = plain_updates(experience, order, "minibatch", hyper.learning_rate)
+    divergence = np.array([losses.approx_kl for _, _, losses, _ in history[1:]])
+    stop = 1 + int(np.argmax(divergence[1:5]))
+    target = jnp.float32(0.99 * divergence[stop])
+    stop = int(np.argmax(divergence > target))
+    assert 1 <= stop < 7
+
+    learner, metrics, _ = run_update(experience, hyper.replace(target_kl=target))
+    params, adam, _, _ = history[stop]
+    chex.assert_trees_all_close(learner.params, params, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(
+        moments_of(learner.opt_state.adam), moments_of(adam), rtol=1e-3, atol=1e-5
+    )
+    np.testing.assert_array_equal(metrics.applied, np.arange(8) < stop)
+    # It stays stopped, though a later minibatch alone would have been within the target.
+    assert np.any(metrics.losses.approx_kl[stop:] < target)
+    summary = ppo.summarize(state, data, advantage, metrics)
+    applied = [history[i + 1] for i in range(stop)]
+    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"):
+        mean = np.mean([getattr(losses, name) for _, _, losses, _ in applied])
+        np.testing.assert_allclose(getattr(summary, name), mean, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        summary.grad_norm, np.mean([norm for *_, norm in applied]), rtol=1e-3
+    )
+
+
+def test_the_learning_rate_adapts_to_the_divergence_within_bounds():
+    hyper = Hyper(learning_rate=1e-3, desired_kl=0.01)
+
+    def rate(rate, approx_kl):
+        state = OptState((), jnp.float32(rate / hyper.learning_rate))
+        return hyper.learning_rate * adapt_learning_rate(hyper, state, approx_kl).adaptive_scale
+
+    np.testing.assert_allclose(rate(1e-3, 0.021), 1e-3 / 1.5, rtol=1e-5)
+    np.testing.assert_allclose(rate(1e-3, 0.019), 1e-3, rtol=1e-5)
+    np.testing.assert_allclose(rate(1e-3, 0.006), 1e-3, rtol=1e-5)
+    np.testing.assert_allclose(rate(1e-3, 0.004), 1.5e-3, rtol=1e-5)
+    np.testing.assert_allclose(rate(1e-3, 0.0), 1e-3, rtol=1e-5)  # has not moved: says nothing
+    np.testing.assert_allclose(rate(9e-3, 1e-5), 1e-2, rtol=1e-5)
+    np.testing.assert_allclose(rate(1.1e-5, 1.0), 1e-5, rtol=1e-5)
+
+
+def test_an_adaptive_learning_rate_is_used_and_kept():
+    hyper = Hyper(learning_rate=1e-3, desired_kl=1e3)
+    setup, state, hyper = setup_and_state(Clock(3), hyper, anneal_learning_rate=False)
+    state, metrics = iterate(setup, state, hyper, 10.0)
+    # The first minibatch says nothing; then the rate grows by 1.5 until 1e-2 is reached.
+    rates = np.minimum(1e-3 * 1.5 ** np.arange(8), 1e-2)
+    np.testing.assert_allclose(metrics.learning_rate, rates.mean(), rtol=1e-5)
+    np.testing.assert_allclose(state.opt_state.adaptive_scale, 10.0, rtol=1e-5)
+    slow = hyper.replace(desired_kl=jnp.float32(1e-9))
+    later, metrics = iterate(setup, state, slow, 10.0)
+    assert later.opt_state.adaptive_scale < 1.0
+    assert metrics.learning_rate < 1e-2
+
+
+def test_coefficients_anneal_where_asked_for():
+    hyper = Hyper(clip_eps=0.2, value_clip_eps=0.4, ent_coef=0.02, vf_coef=0.5)
+    plain = ppo.coefficients(Config(), hyper, 0.25)
+    assert (plain.clip_eps, plain.value_clip_eps, plain.ent_coef, plain.vf_coef) == (
+        0.2, 0.4, 0.02, 0.5,
+    )  # fmt: skip
+    config = Config(anneal_clip_eps=True, anneal_ent_coef=True)
+    annealed = ppo.coefficients(config, hyper, 0.25)
+    assert (annealed.clip_eps, annealed.value_clip_eps, annealed.ent_coef) == (0.05, 0.1, 0.005)
+    assert annealed.vf_coef == 0.5
+    assert ppo.coefficients(config, Hyper(), 0.25).value_clip_eps is None
+
+
+def branches(seed):
+    """Numbers for parameters of every label, or their gradients."""
+    rng = np.random.default_rng(seed)
+    names = ("torso", "policy", "value", "policy_head", "value_head", "log_std")
+    return {name: {"kernel": jnp.float32(rng.normal(size=(2, 3)))} for name in names}
+
+
+def test_actor_and_critic_have_their_own_learning_rates():
+    hyper = Hyper(learning_rate=0.01, critic_learning_rate=0.003, max_grad_norm=1.0)
+    critic = ("value", "value_head")
+    labels = {name: "critic" if name in critic else "actor" for name in branches(0)}
+    adams = {"actor": optax.adam(0.5 * 0.01, eps=1e-5), "critic": optax.adam(0.5 * 0.003, eps=1e-5)}
+    reference = optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(adams, labels))
+    params = expected = branches(0)
+    opt_state, reference_state = init_optimizer(hyper, params), reference.init(params)
+    for seed in (1, 2, 3):
+        grads = branches(seed)
+        params, opt_state = apply_gradients(hyper, params, opt_state, grads, jnp.float32(0.5))
+        updates, reference_state = reference.update(grads, reference_state)
+        expected = optax.apply_updates(expected, updates)
+    chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-7)
+    tiny = hyper.replace(critic_learning_rate=1e-12)
+    still, _ = apply_gradients(tiny, params, opt_state, branches(4), jnp.float32(1.0))
+    moved = {
+        n: float(jnp.max(jnp.abs(still[n]["kernel"] - p["kernel"]))) for n, p in params.items()
+    }
+    assert all(moved[name] < 1e-9 for name in critic)
+    assert all(moved[name] > 1e-4 for name in moved if name not in critic)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.1, 1e3])
+def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
+    # Adam forgets the size of its first gradient, except next to a large epsilon.
+    hyper = Hyper(learning_rate=1.0, max_grad_norm=max_grad_norm, adam_eps=1.0)
+    params, grads = branches(0), branches(1)
+    grads["policy"] = jax.tree.map(lambda g: 10 * g, grads["policy"])
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
+    stepped, _ = apply_gradients(
+        hyper, params, init_optimizer(hyper, params), grads, jnp.float32(1.0)
+    )
+    for name, grad in grads.items():
+        clipped = grad["kernel"] * min(1.0, max_grad_norm / norm)
+        expected = params[name]["kernel"] - clipped / (jnp.abs(clipped) + 1.0)
+        np.testing.assert_allclose(stepped[name]["kernel"], expected, rtol=0, atol=2e-5)
+
+
+POISONS = [("reward", float("nan")), ("reward", -float("inf")), ("obs", float("nan"))]
+
+
+@pytest.mark.parametrize(("poison", "value"), POISONS)
+def test_a_step_that_is_not_finite_harms_nothing_else(poison, value):
+    clean_setup, state, hyper = setup_and_state(Poisoned(), **NORMALIZED)
+    setup = make_setup(clean_setup.config, Poisoned(poison=poison, value=value))
+    acted, data = rollout(setup, state, jax.random.key(3))
+    _, clean = rollout(clean_setup, state, jax.random.key(3))
+    steps, bad = data.transitions, np.asarray(state.env_state.obs[:, 2] == 1)
+    assert 0 < bad.sum() < 8
+    # It is the third step of an episode, which ends there, and the next one begins.
+    np.testing.assert_array_equal(steps.valid[2], ~bad)
+    np.testing.assert_array_equal(steps.terminated[2], bad)
+    assert not np.any(steps.truncated[2])
+    np.testing.assert_array_equal(steps.first[3], bad)
+    np.testing.assert_array_equal(steps.obs[3, :, 1], np.where(bad, 0, 3))
+    np.testing.assert_array_equal(steps.reward[2, bad], 0.0)
+    np.testing.assert_array_equal(data.episodes.ended[2], bad)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(data))
+    # The others, and these until then, are what they were.
+    unharmed = np.asarray(steps.valid).all(axis=0)
+    for actual, expected in zip(
+        jax.tree.leaves(steps), jax.tree.leaves(clean.transitions), strict=True
+    ):
+        np.testing.assert_allclose(actual[:, unharmed], expected[:, unharmed], rtol=1e-6)
+        np.testing.assert_allclose(actual[:2], expected[:2], rtol=1e-6)
+    valid = np.asarray(steps.valid)
+    updated = ppo.update_statistics(acted, steps, hyper)
+    samples = np.asarray(steps.obs, np.float64)[valid]
+    assert updated.obs_stats.count == updated.return_stats.moments.count == valid.sum()
+    np.testing.assert_allclose(updated.obs_stats.mean, samples.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(updated.obs_stats.var, samples.var(0), rtol=1e-4)
+
+
+def test_a_run_survives_steps_that_are_not_finite():
+    setup, state, hyper = setup_and_state(Poisoned(poison="obs"), **NORMALIZED)
+    invalid = 0
+    for _ in range(3):
+        before = state
+        state, metrics = iterate(setup, state, hyper, 3.0)
+        invalid += metrics.invalid_steps
+        assert np.isfinite(metrics.episode_return)
+    assert invalid > 1
+    chex.assert_tree_all_finite((state.params, state.opt_state, metrics))
+    moved = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), state.params, before.params)
+    assert all(distance > 0 for distance in jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("field", ["obs", "reward", "terminated", "truncated", "valid"])
+def test_an_environment_is_told_which_field_has_the_wrong_shape(field):
+    setup = make_setup(Config(**SMALL), Misshapen(field=field))
+    with pytest.raises(AssertionError, match=rf"\b{field}\b"):
+        trace(setup)
+
+
+def trace(setup):
+    """Traces one iteration from the start of a run."""
+    hyper = as_arrays(Hyper())
+    state = jax.eval_shape(lambda key: ppo.init(setup, key, hyper), jax.random.key(0))
+    jax.eval_shape(lambda state: ppo.iterate(setup, state, hyper, 10.0), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class MisshapenVector(Vectorized):
+    """Environments batched by themselves, as a suite may provide them, with an axis too many."""
+
+    field: str = ""
+
+    def step(self, key, state, action):
+        state, step, episode = super().step(key, state, action)
+        return state, step.replace(**{self.field: getattr(step, self.field)[:, None]}), episode
+
+
+@pytest.mark.parametrize("field", ["reward", "terminated", "truncated", "valid"])
+def test_a_vector_environment_is_told_which_field_has_the_wrong_shape(field):
+    setup = make_setup(Config(**SMALL), TimeLimit())
+    with pytest.raises(AssertionError, match=rf"\b{field}\b"):
+        trace(setup._replace(env=MisshapenVector(TimeLimit(), 8, field=field)))
+
+
+@dataclasses.dataclass(frozen=True)
+class WideAgent(Agent):
+    """Its value keeps the axis of the value head."""
+
+    def apply(self, *args):
+        output = super().apply(*args)
+        return output.replace(value=output.value[..., None])
+
+
+def test_a_value_of_the_wrong_shape_is_named():
+    setup = make_setup(Config(**SMALL), TimeLimit())
+    with pytest.raises(AssertionError, match=r"\bvalue\b"):
+        trace(setup._replace(agent=WideAgent(**vars(setup.agent))))
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 100, 1025])
+def test_shuffle_gives_permutations(size):
+    order = np.asarray(ppo.shuffle(jax.random.key(0), 5, size))
+    assert order.dtype == np.int32
+    np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(size), (5, 1)))
+    if size >= 64:
+        assert len(np.unique(order, axis=0)) == 5
+        again = ppo.shuffle(jax.random.key(1), 5, size)
+        assert np.mean(order == again) < 0.1
+        np.testing.assert_array_equal(order, ppo.shuffle(jax.random.key(0), 5, size))
+
+
+@pytest.mark.parametrize("size", [8, 11])
+def test_shuffle_puts_every_sample_anywhere(size):
+    epochs = 4000
+    order = np.asarray(ppo.shuffle(jax.random.key(2), epochs, size))
+    counts = np.stack([np.bincount(order[:, i], minlength=size) for i in range(size)])
+    statistic = np.sum((counts - epochs / size) ** 2) / (epochs / size)
+    assert scipy.stats.chi2.sf(statistic, (size - 1) ** 2) > 1e-3
+    # Neighbours in the rollout are not neighbours in the shuffled order more than by chance.
+    pairs = np.mean(np.diff(order, axis=1) == 1)
+    assert pairs == pytest.approx(1 / size, rel=0.1)
+
+
+def summary_of(value, advantage, ended=False, return_stats=None, valid=True):
+    """The metrics of a rollout [T, N] of which only these are known."""
+    value, advantage = jnp.float32(value), jnp.float32(advantage)
+    shape = value.shape
+    zeros, full = jnp.zeros(shape), lambda x: jnp.broadcast_to(jnp.asarray(x), shape)
+    steps = Transition(
+        obs=zeros[..., None],
+        first=full(False),
+        action=full(0),
+        noise=zeros[..., None],
+        log_prob=zeros,
+        value=value,
+        reward=zeros,
+        terminated=full(ended),
+        truncated=full(False),
+        valid=full(valid),
+    )
+    episodes = Episode(full(ended), jnp.arange(value.size).reshape(shape) * 1.0, full(5))
+    losses = ppo.LossMetrics(*(jnp.array([x, 100.0]) for x in (1.0, 2.0, 3.0, 4.0, 0.5)))
+    updates = ppo.UpdateMetrics(
+        losses, jnp.array([6.0, 100.0]), jnp.array([7.0, 100.0]), jnp.array([True, False])
+    )
+    setup = make_setup(Config(**SMALL), TimeLimit())
+    state = jax.eval_shape(lambda key: ppo.init(setup, key, Hyper()), jax.random.key(0))
+    state = state.replace(return_stats=return_stats)
+    return ppo.summarize(state, Rollout(steps, episodes, zeros[:0]), advantage, updates)
+
+
+def test_episodes_are_averaged_over_those_that_ended():
+    none = summary_of(np.zeros((2, 2)), np.zeros((2, 2)))
+    assert none.episodes == 0
+    assert np.isnan(none.episode_return)
+    assert np.isnan(none.episode_length)
+    some = summary_of(np.zeros((2, 2)), np.zeros((2, 2)), ended=[[True, False], [False, True]])
+    assert (some.episodes, some.episode_return, some.episode_length) == (2, 1.5, 5)
+
+
+def test_values_are_reported_in_units_of_the_environment():
+    moments = stats.Moments(jnp.array(9.0), jnp.array(3.0), jnp.array(16.0))
+    value = np.array([[1.0, 2.0], [3.0, 100.0]])
+    valid = np.array([[True, True], [True, False]])
+    scaled = summary_of(value, value, return_stats=stats.ReturnStats(moments, None), valid=valid)
+    np.testing.assert_allclose(scaled.value_mean, 4 * 2.0, rtol=1e-6)
+    np.testing.assert_allclose(summary_of(value, value, valid=valid).value_mean, 2.0, rtol=1e-6)
+    assert scaled.invalid_steps == 1
+
+
+def test_explained_variance():
+    target = np.random.default_rng(0).normal(size=(8, 4))
+    value = target + np.random.default_rng(1).normal(0, 0.5, size=(8, 4))
+    valid = np.random.default_rng(2).random((8, 4)) < 0.7
+    expected = 1 - np.var((target - value)[valid]) / np.var(target[valid])
+    actual = summary_of(value, target - value, valid=valid).explained_variance
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+    assert summary_of(target, np.zeros((8, 4))).explained_variance == 1
+    np.testing.assert_allclose(
+        summary_of(np.ones((8, 4)), target - 1).explained_variance, 0.0, atol=1e-5
+    )
+    assert np.isnan(summary_of(np.ones((8, 4)), np.zeros((8, 4))).explained_variance)
+
+
+def test_updates_that_were_skipped_are_not_averaged():
+    metrics = summary_of(np.zeros((2, 2)), np.zeros((2, 2)))
+    assert metrics.policy_loss == 1
+    assert metrics.value_loss == 2
+    assert metrics.entropy == 3
+    assert metrics.approx_kl == 4
+    assert metrics.clip_fraction == 0.5
+    assert metrics.grad_norm == 6
+    assert metrics.learning_rate == 7

@@ -1,0 +1,288 @@
+"""Whole trainings: sweeps, chunks, padding and evaluation are all the same computation."""
+
+import dataclasses
+import logging
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from probes import Clock, Poisoned, TimeLimit
+
+from purejaxppo import evaluate as evaluate_module
+from purejaxppo import stats
+from purejaxppo.config import Config, Hyper
+from purejaxppo.envs.base import Vectorized
+from purejaxppo.evaluate import evaluate
+from purejaxppo.train import (
+    MAX_CHUNK,
+    Plan,
+    Trainer,
+    make_plan,
+    make_setup,
+    make_train,
+    stack_hypers,
+)
+
+CONFIG = Config(
+    num_envs=4,
+    num_steps=8,
+    num_minibatches=2,
+    torso_layers=(8,),
+    normalize_observations=True,
+    normalize_rewards=True,
+    total_timesteps=2 * 32,
+)
+SEEDS = [5, 6, 7]
+HYPERS = [
+    Hyper(learning_rate=0.01, gamma=0.99),
+    Hyper(learning_rate=0.003, gamma=0.9),
+    Hyper(learning_rate=0.03, gamma=0.5),
+]
+
+
+class Sweep:
+    """A trainer with its runs, so that several results come from one compiled program."""
+
+    def __init__(self, plan):
+        self.trainer = Trainer(make_setup(CONFIG, Poisoned()), plan)
+
+    def train(self, seeds, hypers, counts=(2,), trainer=None):
+        """Parameters [R, ...] after chunks of so many iterations, and their metrics."""
+        by = trainer or self.trainer  # that lays out the runs
+        hypers = by.shard(stack_hypers(hypers))
+        states = self.trainer.init(by.shard(np.array(seeds, np.uint32)), hypers, ())
+        metrics = []
+        for count in counts:
+            shared = (np.int32(count), np.float32(CONFIG.iterations))
+            states, rows = self.trainer.chunk(states, hypers, shared)
+            metrics.append(jax.tree.map(lambda x, n=count: x[:, :n], by.fetch(rows)))
+        metrics = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *metrics)
+        return by.fetch((states.params, states.obs_stats)), metrics
+
+
+@pytest.fixture(scope="module")
+def together():
+    """The three runs one after another: blocks of one."""
+    return Sweep(Plan(num_runs=3, num_devices=1, block=1))
+
+
+@pytest.fixture(scope="module")
+def trained(together):
+    return together.train(SEEDS, HYPERS)
+
+
+def run_of(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+def relative_distance(a, b):
+    """The greatest over arrays of |a - b| / |b|, each over a whole array."""
+    norms = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), a, b)
+    return max(jax.tree.leaves(norms))
+
+
+def test_runs_differ(trained):
+    (params, _), _ = trained
+    for i, j in ((0, 1), (1, 2), (0, 2)):
+        assert relative_distance(run_of(params, i), run_of(params, j)) > 1e-2
+
+
+def test_a_run_of_a_sweep_is_that_run_alone_bit_for_bit(trained):
+    alone = Sweep(Plan(num_runs=1, num_devices=1, block=1))
+    for i in range(3):
+        result = alone.train([SEEDS[0] + i], [HYPERS[i]])
+        chex.assert_trees_all_equal(run_of(trained, i), run_of(result, 0))
+
+
+@pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two devices")
+def test_the_number_of_devices_does_not_change_the_bits(trained):
+    plan = Plan(num_runs=3, num_devices=2, block=1)
+    assert plan.padded == 4
+    chex.assert_trees_all_equal(Sweep(plan).train(SEEDS, HYPERS), trained)
+
+
+@pytest.fixture(scope="module")
+def in_pairs():
+    return Sweep(Plan(num_runs=3, num_devices=1, block=2))
+
+
+def test_padding_does_not_change_results(in_pairs):
+    padded = in_pairs.train(SEEDS, HYPERS)
+    assert all(len(leaf) == 3 for leaf in jax.tree.leaves(padded))
+    full = Trainer(in_pairs.trainer.setup, Plan(num_runs=4, num_devices=1, block=2))
+    four = in_pairs.train([*SEEDS, 99], [*HYPERS, Hyper()], trainer=full)
+    chex.assert_trees_all_equal(padded, jax.tree.map(lambda x: x[:3], four))
+
+
+def test_the_block_changes_rounding_only(trained, in_pairs):
+    (params, obs_stats), metrics = in_pairs.train(SEEDS, HYPERS)
+    (expected, expected_stats), expected_metrics = trained
+    assert relative_distance(params, expected) < 1e-4
+    chex.assert_trees_all_close(obs_stats, expected_stats, rtol=1e-4)
+    np.testing.assert_allclose(metrics.entropy, expected_metrics.entropy, rtol=1e-4)
+
+
+def test_the_whole_training_as_one_function_of_key_and_hyper(trained):
+    keys = jax.vmap(jax.random.key)(np.array(SEEDS, np.uint32))
+    train = jax.jit(jax.vmap(make_train(CONFIG, Poisoned())))
+    state, metrics = train(keys, stack_hypers(HYPERS))
+    assert {x.shape for x in jax.tree.leaves(metrics)} == {(3, 2)}
+    rates = np.array([[0.01], [0.003], [0.03]]) * [1.0, 0.5]  # annealed over 2 iterations
+    np.testing.assert_allclose(metrics.learning_rate, rates, rtol=1e-6)
+    assert np.all(state.iteration == 2)
+    (expected, _), expected_metrics = trained
+    assert relative_distance(state.params, expected) < 1e-4
+    np.testing.assert_allclose(metrics.value_loss, expected_metrics.value_loss, rtol=1e-3)
+
+
+def test_chunks_of_a_training_are_the_training(together, trained):
+    chunks = together.train(SEEDS, HYPERS, counts=(1, 1))
+    chex.assert_trees_all_equal(chunks, trained)
+
+
+def test_a_chunk_leaves_the_rest_of_its_metrics_blank(together):
+    hypers = together.trainer.shard(stack_hypers(HYPERS))
+    states = together.trainer.init(together.trainer.shard(np.array(SEEDS, np.uint32)), hypers, ())
+    states, metrics = together.trainer.chunk(states, hypers, (np.int32(0), np.float32(2)))
+    assert np.all(states.iteration == 0)
+    assert {x.shape for x in jax.tree.leaves(metrics)} == {(3, MAX_CHUNK)}
+    assert not any(np.any(x) for x in jax.tree.leaves(metrics))
+
+
+@pytest.fixture
+def compiled(caplog):
+    """Of what JAX says while it compiles: the programs so far, traced or compiled, by message."""
+    caplog.set_level(logging.DEBUG, logger="jax")
+
+    def count(what):
+        return sum(record.getMessage().startswith(what) for record in caplog.records)
+
+    with jax.log_compiles():
+        yield lambda: (count("Finished tracing blocks"), count("Compiling jit(blocks)"))
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "MountainCar-v0"])
+def test_everything_is_compiled_once(name, compiled):
+    config = dataclasses.replace(CONFIG, env=name, num_envs=2, num_steps=4)
+    setup = make_setup(config)
+    eval_env = Vectorized(setup.env.env, 3)
+    trainer = Trainer(setup, Plan(num_runs=1, num_devices=1, block=1), eval_env)
+    hypers = trainer.shard(stack_hypers([Hyper()]))
+    states = trainer.init(trainer.shard(np.array([0], np.uint32)), hypers, ())
+    assert compiled() == (1, 1)
+    for count in (2, 2, 1):  # a shorter last chunk too
+        shared = (np.int32(count), np.float32(5))
+        states, _ = trainer.chunk(states, hypers, shared)
+        episodes = trainer.evaluate(states, hypers, ())
+        assert compiled() == (3, 3)
+    assert np.all(states.iteration == 5)
+    assert episodes.score.shape == (1, 3)
+    assert np.all(episodes.ended)
+    chex.assert_trees_all_equal(trainer.evaluate(states, hypers, ()), episodes)
+
+
+def test_a_plan_is_filled_up_to_whole_blocks_on_every_device():
+    assert Plan(num_runs=1, num_devices=1, block=1).padded == 1
+    assert Plan(num_runs=7, num_devices=1, block=4).padded == 8
+    assert Plan(num_runs=7, num_devices=2, block=2).padded == 8
+    assert Plan(num_runs=8, num_devices=2, block=2).padded == 8
+    assert Plan(num_runs=9, num_devices=2, block=4).padded == 16
+
+
+def test_a_plan_uses_the_devices_there_are_and_no_more():
+    devices = len(jax.devices())
+    assert make_plan(1) == Plan(1, 1, 1)
+    assert make_plan(1000, block=3) == Plan(1000, devices, 3)
+    plan = make_plan(10)
+    assert plan.num_devices == min(devices, 10)
+    assert plan.block <= 4
+    assert plan.padded - 10 < plan.num_devices * plan.block
+
+
+def test_shard_repeats_the_last_run_and_fetch_takes_it_off():
+    trainer = Trainer(make_setup(CONFIG, TimeLimit()), Plan(num_runs=3, num_devices=1, block=2))
+    there = trainer.shard({"x": np.array([1.0, 2.0, 3.0])})
+    np.testing.assert_array_equal(there["x"], [1.0, 2.0, 3.0, 3.0])
+    np.testing.assert_array_equal(trainer.fetch(there)["x"], [1.0, 2.0, 3.0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Staggered(Vectorized):
+    """Clocks of which environment n lives n + 1 steps in its first episode."""
+
+    def reset(self, key):
+        state = super().reset(key)
+        life = 1.0 + jnp.arange(self.num_envs)
+        start = state.obs.at[:, 1].set(life)
+        return state.replace(env=start, obs=start)
+
+
+def zero_agent(env):
+    """An agent of the Clock without hidden layers, all of whose parameters are zero."""
+    agent = make_setup(dataclasses.replace(CONFIG, torso_layers=()), env).agent
+    params = jax.eval_shape(agent.init, jax.random.key(0), Hyper())
+    return agent, jax.tree.map(lambda x: jnp.zeros(x.shape), params)
+
+
+def clock_score(length, action):
+    """The Clock earns a tenth of what it shows, which is 11 after the first step, and the action."""
+    return 0.1 * (10 * length + length * (length + 1) / 2) + action * length
+
+
+def test_an_evaluation_is_the_first_episode_of_each_environment():
+    env = Staggered(Clock(), num_envs=9)
+    agent, params = zero_agent(Clock())
+    result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
+    lengths = np.arange(1, 10)
+    assert np.all(result.ended)
+    np.testing.assert_array_equal(result.length, lengths)
+    np.testing.assert_allclose(result.score, clock_score(lengths, 0), rtol=1e-5)
+
+
+def test_an_evaluation_keeps_the_time_limit():
+    env = Staggered(Clock(4), num_envs=9)
+    agent, params = zero_agent(Clock())
+    result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
+    np.testing.assert_array_equal(result.length, np.minimum(np.arange(1, 10), 4))
+    assert np.all(result.ended)
+
+
+def test_an_evaluation_uses_the_statistics():
+    env = Staggered(Clock(), num_envs=5)
+    agent, params = zero_agent(Clock())
+    params["policy_head"]["kernel"] = jnp.array([[-1.0, 1.0], [0.0, 0.0]])  # 1 where it is positive
+
+    @jax.jit
+    def score(mean):
+        moments = stats.Moments(jnp.array(1.0), jnp.stack([mean, 0.0]), jnp.ones(2))
+        return evaluate(env, agent, params, moments, jax.random.key(0)).score
+
+    lengths = np.arange(1, 6)
+    np.testing.assert_allclose(score(5.0), clock_score(lengths, 1), rtol=1e-5)
+    np.testing.assert_allclose(score(25.0), clock_score(lengths, 0), rtol=1e-5)
+
+
+def test_an_evaluation_may_sample():
+    env = Staggered(Clock(), num_envs=9)
+    agent, params = zero_agent(Clock())
+
+    @jax.jit
+    def scores(key):
+        return evaluate(env, agent, params, None, key, deterministic=False).score
+
+    lengths = np.arange(1, 10)
+    actions = scores(jax.random.key(0)) - clock_score(lengths, 0)
+    assert 0.25 < actions.sum() / lengths.sum() < 0.75  # all logits are equal
+    np.testing.assert_array_equal(scores(jax.random.key(0)), scores(jax.random.key(0)))
+    assert np.any(scores(jax.random.key(0)) != scores(jax.random.key(1)))
+
+
+def test_an_evaluation_gives_up_an_episode_without_end(monkeypatch):
+    monkeypatch.setattr(evaluate_module, "MAX_STEPS", 6)
+    env = Staggered(Clock(), num_envs=9)
+    agent, params = zero_agent(Clock())
+    result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
+    np.testing.assert_array_equal(result.ended, np.arange(1, 10) <= 6)
+    np.testing.assert_array_equal(result.length, np.minimum(np.arange(1, 10), 6))
