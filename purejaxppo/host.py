@@ -102,10 +102,12 @@ def _header(settings: Settings, setup: Setup, plan: Plan, run_dir: Path) -> dict
     params = jax.eval_shape(init, jax.random.key(0))
     steps = config.iterations * config.batch_size
     rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
-    resets = "at every reset a new start state"
+    resets = "a new start state at every reset"
     if config.reset_mode == "pool":
         size = min(config.pool_size, config.num_steps)
-        resets = f"an environment repeats a start state after {size} of them in a rollout"
+        resets = (
+            f"from a pool of {size} start states for each environment, drawn anew for every rollout"
+        )
     device = jax.devices()[0]
     last = f" ... {run.seed + run.num_seeds - 1}" if run.num_seeds > 1 else ""
     return {

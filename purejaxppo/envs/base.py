@@ -15,8 +15,8 @@ from purejaxppo.spaces import Space
 from purejaxppo.types import Episode, PyTree, TimeStep
 
 
-class Environment(Protocol):
-    """One environment, without any reset of its own.
+class Described(Protocol):
+    """What is known of an environment before it runs.
 
     Attributes:
         max_episode_steps: the time limit, kept by `Vectorized`; None for none.
@@ -32,6 +32,10 @@ class Environment(Protocol):
     @property
     def may_truncate(self) -> bool: ...
 
+
+class Environment(Described, Protocol):
+    """One environment, without any reset of its own."""
+
     def reset(self, key: Array) -> tuple[PyTree, Array]:
         """(state, obs) of a new episode."""
         ...
@@ -41,20 +45,12 @@ class Environment(Protocol):
         ...
 
 
-class VectorEnvironment(Protocol):
+class VectorEnvironment(Described, Protocol):
     """N environments that begin a new episode by themselves: what the trainer sees.
 
-    A state has a field `obs` [N, ...], what to act on next. Attributes are those of `Environment`.
+    A state has a field `obs` [N, ...], what to act on next.
     """
 
-    @property
-    def observation_space(self) -> Space: ...
-    @property
-    def action_space(self) -> Space: ...
-    @property
-    def max_episode_steps(self) -> int | None: ...
-    @property
-    def may_truncate(self) -> bool: ...
     @property
     def num_envs(self) -> int: ...
 
