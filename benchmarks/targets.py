@@ -84,7 +84,10 @@ GYMNAX = {
     "Reacher-misc": Target(above_random=True),
     "Swimmer-misc": Target(above_random=True),
     "PointRobot-misc": Target(above_random=True),
-    "Pong-misc": Target(above_random=True, note="1 a step until a point is lost, at most 1,000."),
+    "Pong-misc": Target(
+        above_random=True,
+        note="1 a step until a point is lost, at most 1,000; some untrained networks never lose one.",
+    ),
     "MetaMaze-misc": Target(above_random=True),
     "BernoulliBandit-misc": Target(
         note="Win-stay, lose-shift, which needs no memory, reaches {:.1f}; the best policy with "

@@ -47,5 +47,6 @@ def test_bandits_by_simulation():
 
 def test_random_policies_are_measured():
     """Catch: the ball is caught by chance, 1 column in 5 for a paddle that wanders."""
-    mean, percentile = learning.random_returns("Catch-bsuite", {})
-    assert -1 < mean < percentile < 1
+    measured = learning.random_returns("Catch-bsuite", {})
+    for mean, percentile in (measured["random"], measured["untrained"]):
+        assert -1 < mean < percentile < 1
