@@ -1,12 +1,14 @@
 """Every registered environment keeps the contract of `envs/base.py`."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from purejaxppo import envs
-from purejaxppo.config import load_settings, validate
+from purejaxppo.config import config_directory, load_settings, validate
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs import Vectorized
 from purejaxppo.ppo import truncation_window
@@ -88,10 +90,14 @@ def _check_clock(vector, timestep, episode):
     assert vector.may_truncate or not early.any()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_configuration_trains_one_iteration(name):
-    """The settings that `--env NAME` uses, with fewer environments and steps."""
-    settings = load_settings(name)
+EXAMPLES = sorted((config_directory() / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("source", [*NAMES, *EXAMPLES], ids=lambda source: Path(source).stem)
+def test_configuration_trains_one_iteration(source):
+    """The settings that `--env NAME` or `--config FILE` uses, with fewer environments and steps."""
+    from_file = isinstance(source, Path)
+    settings = load_settings(file=source) if from_file else load_settings(source)
     validate(settings)
     config = settings.config
     small = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1}
