@@ -54,8 +54,7 @@ def register(name: str, factory: Factory) -> None:
     """Makes an environment available as `--env name`.
 
     Args:
-        factory: called with `--env-args`; returns an `Environment`, a `VectorEnvironment`'s maker
-            is not needed, or an environment of Gymnax's style.
+        factory: called with `--env-args`; returns an `Environment` or one of Gymnax's style.
 
     Raises:
         ValueError: the name is taken.
