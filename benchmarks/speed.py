@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 PEER = str(Path(__file__).with_name("peer_rejax.py"))
 SETTINGS = [
     "--env", "CartPole-v1", "--num-steps", "128", "--update-epochs", "4", "--num-minibatches", "4",
-    "--torso-layers", "64,64", "--eval-episodes", "0",
+    "--torso-layers", "64,64", "--no-normalize-rewards", "--eval-episodes", "0",
 ]  # fmt: skip
 
 

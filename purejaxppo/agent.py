@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 from purejaxppo import stats
 from purejaxppo.config import Config, ConfigError, Hyper
@@ -39,7 +40,7 @@ class AgentOutput(struct.PyTreeNode):
 
 
 class OptState(struct.PyTreeNode):
-    """Adam's moments, and the factor on the learning rates where it adapts to the KL divergence."""
+    """Adam's moments [P], and the factor on the learning rates where it adapts to the KL divergence."""
 
     adam: optax.OptState
     adaptive_scale: Array | None  # []
@@ -187,7 +188,8 @@ def num_outputs(space: Space) -> int:
 def init_optimizer(hyper: Hyper, params: Any) -> OptState:
     """The optimiser's state before the first update."""
     adaptive_scale = None if hyper.desired_kl is None else jnp.ones(())
-    return OptState(_adam(hyper).init(params), adaptive_scale)
+    flat, _ = ravel_pytree(params)
+    return OptState(_adam(hyper).init(flat), adaptive_scale)
 
 
 def learning_rate_scale(config: Config, opt_state: OptState, remaining: Array) -> Array:
@@ -215,17 +217,23 @@ def adapt_learning_rate(hyper: Hyper, opt_state: OptState, approx_kl: Array) -> 
 
 def apply_gradients(
     hyper: Hyper, params: Any, opt_state: OptState, grads: Any, scale: Array
-) -> tuple[Any, OptState]:
+) -> tuple[Any, OptState, Array]:
     """One step of Adam on globally clipped gradients.
 
     The value network (with its torso, unless shared) has critic_learning_rate where one is given.
     Adam treats every parameter by itself, so this is a second optimiser for those parameters.
+    All of them are one vector meanwhile: a few kernels instead of a few for each layer.
 
     Args:
         scale: [] from `learning_rate_scale`.
+
+    Returns:
+        Parameters, optimiser state, and [] the gradients' norm before clipping.
     """
-    updates: Any
-    updates, adam = _adam(hyper).update(grads, opt_state.adam)
+    flat_grads, unflatten = ravel_pytree(grads)
+    flat_updates: Any
+    flat_updates, adam = _adam(hyper).update(flat_grads, opt_state.adam)
+    updates = unflatten(flat_updates)
     critic_rate = hyper.critic_learning_rate
     if critic_rate is None:
         critic_rate = hyper.learning_rate
@@ -233,7 +241,7 @@ def apply_gradients(
     for name, branch in params.items():
         rate = scale * (critic_rate if name in ("value", "value_head") else hyper.learning_rate)
         stepped[name] = jax.tree.map(lambda p, u, r=rate: p - r * u, branch, updates[name])
-    return stepped, opt_state.replace(adam=adam)
+    return stepped, opt_state.replace(adam=adam), optax.tree.norm(flat_grads)
 
 
 def _adam(hyper: Hyper) -> optax.GradientTransformation:

@@ -172,14 +172,32 @@ class TanhGaussian(struct.PyTreeNode):
 
 
 def draw_noise(key: Array, space: Space, shape: tuple[int, ...]) -> Array:
-    """What `sample` needs for a batch of `shape`: Gumbel [..., n] or standard normal [..., A].
+    """What `sample` needs for a batch of `shape`; consumes key. See `noise_from_bits`."""
+    return noise_from_bits(jax.random.bits(key, (*shape, noise_size(space))), space)
 
-    Consumes key.
-    """
+
+def noise_size(space: Space) -> int:
+    """Random numbers that one sample takes."""
     match space:
         case Discrete(n):
-            return jax.random.gumbel(key, (*shape, n))
+            return n
         case MultiDiscrete(nvec):
-            return jax.random.gumbel(key, (*shape, sum(nvec)))
+            return sum(nvec)
         case Box():
-            return jax.random.normal(key, (*shape, space.size))
+            return space.size
+
+
+def noise_from_bits(bits: Array, space: Space) -> Array:
+    """Gumbel noise for discrete choices, standard normal for a Box.
+
+    Args:
+        bits: [..., noise_size(space)] uint32, uniform.
+
+    Returns:
+        float32 of the same shape.
+    """
+    # The middles of 2^23 intervals, so that neither 0 nor 1 comes up.
+    uniform = (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
+    if isinstance(space, Box):
+        return jnp.sqrt(2.0) * jax.lax.erf_inv(2 * uniform - 1)
+    return -jnp.log(-jnp.log(uniform))

@@ -1,9 +1,9 @@
-"""The host's side of a training: directory, compilation, chunks, evaluation and the books between."""
+"""The host's side of a training: directory, compilation, chunks, evaluation, the books between."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import importlib.metadata
 import math
 import os
@@ -46,6 +46,14 @@ def train(settings: Settings) -> int:
         ConfigError: what cannot be known before the environment is: a name, an argument, a head
             that does not fit, a directory in use. Nothing has been compiled by then.
     """
+    gc.disable()  # starting makes many objects and no garbage; `_compile` turns it on again
+    try:
+        return _train(settings)
+    finally:
+        gc.enable()
+
+
+def _train(settings: Settings) -> int:
     sys.path.insert(0, os.getcwd())  # for --env my_module:MyEnv, with the console script too
     _configure_jax(settings.run)
     env = envs.make(settings.config.env, dict(settings.config.env_args))
@@ -59,8 +67,9 @@ def train(settings: Settings) -> int:
     run_dir = _make_run_dir(settings)
     plan = make_plan(settings.run.num_seeds, settings.run.runs_per_block)
     display = Display(settings.config.iterations * settings.config.batch_size)
-    display.header(_header(settings, setup, plan, run_dir))
-    status = _Training(settings, Trainer(setup, plan, eval_env), run_dir, display).run()
+    training = _Training(settings, Trainer(setup, plan, eval_env), run_dir, display)
+    display.header(_header(settings, setup, plan, run_dir, training.num_params()))
+    status = training.run()
     display.say(f"written to {run_dir}")
     return status
 
@@ -72,10 +81,12 @@ def _configure_jax(run: RunOptions) -> None:
         jax.config.update("jax_num_cpu_devices", max(1, min(cores or 1, run.num_seeds)))
     if not run.compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
-    elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        return
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "purejaxppo"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _make_run_dir(settings: Settings) -> Path:
@@ -96,10 +107,10 @@ def _make_run_dir(settings: Settings) -> Path:
     return path
 
 
-def _header(settings: Settings, setup: Setup, plan: Plan, run_dir: Path) -> dict[str, str]:
+def _header(
+    settings: Settings, setup: Setup, plan: Plan, run_dir: Path, num_params: int
+) -> dict[str, str]:
     config, run = settings.config, settings.run
-    init = functools.partial(setup.agent.init, hyper=settings.hyper)
-    params = jax.eval_shape(init, jax.random.key(0))
     steps = config.iterations * config.batch_size
     rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
     resets = "a new start state at every reset"
@@ -113,7 +124,7 @@ def _header(settings: Settings, setup: Setup, plan: Plan, run_dir: Path) -> dict
     return {
         "environment": f"{config.env}: {setup.env.observation_space} -> {setup.env.action_space}",
         "resets": resets,
-        "parameters": f"{sum(x.size for x in jax.tree.leaves(params)):,}",
+        "parameters": f"{num_params:,}",
         "steps": f"{steps:,} in {config.iterations:,} iterations of {config.num_envs} environments"
         f" x {config.num_steps} steps{rounded}",
         "runs": f"{run.num_seeds}, seed {run.seed}{last}, in blocks of {plan.block}",
@@ -143,6 +154,13 @@ class _Training:
         self.diverged = np.zeros(run.num_seeds, bool)
         self.interrupted = False
         self.started = time.monotonic()
+        self.hypers = trainer.shard(stack_hypers([settings.hyper] * run.num_seeds))
+        self.start = (trainer.shard(np.array(self.seeds, np.uint32)), self.hypers, ())
+
+    def num_params(self) -> int:
+        """Parameters of a run, from a trace that compilation uses again."""
+        params = jax.eval_shape(self.trainer.init, *self.start).params
+        return sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(params))
 
     def run(self) -> int:
         """Trains to the end or to Ctrl-C or SIGTERM, and writes what there is either way."""
@@ -178,15 +196,15 @@ class _Training:
 
     def _compile(self) -> None:
         run = self.settings.run
-        seeds = self.trainer.shard(np.array(self.seeds, np.uint32))
-        self.hypers = self.trainer.shard(stack_hypers([self.settings.hyper] * run.num_seeds))
         started = time.monotonic()
-        self.states = self.trainer.init(seeds, self.hypers, ())
+        self.states = self.trainer.init(*self.start)
         shared = (np.int32(1), np.float32(1))
         self._chunk = self.trainer.chunk.lower(self.states, self.hypers, shared).compile()
         if run.eval_episodes:
             self._evaluate = self.trainer.evaluate.lower(self.states, self.hypers, ()).compile()
         self.compile_seconds = time.monotonic() - started
+        gc.freeze()
+        gc.enable()
         memory = self._chunk.memory_analysis()
         size = memory.temp_size_in_bytes + memory.argument_size_in_bytes
         self.display.say(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 
@@ -92,47 +95,51 @@ def init_params(network: nn.Module, key: Array, example: tuple, init_log_std: Ar
     """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero.
 
     Gains are sqrt(2) for hidden layers, 0.01 for the policy's and log-std's heads and 1 for the
-    value's; the log standard deviation starts at init_log_std. All weights come from one normal
-    draw: one random site for every layer keeps compilation short.
+    value's; the log standard deviation starts at init_log_std.
 
     Args:
         network: whose `init(key, *example)` gives the shapes.
         key: consumed.
         init_log_std: [].
     """
+    gains = {"value_head": 1.0, "policy_head": 0.01, "log_std_head": 0.01}
     shapes = jax.eval_shape(network.init, jax.random.key(0), *example)["params"]
     leaves, treedef = jax.tree.flatten_with_path(shapes)
-    normal = jax.random.normal(key, (sum(leaf.size for _, leaf in leaves),))
-    params, start = [], 0
+    kernels = [leaf.shape for path, leaf in leaves if path[-1].key == "kernel"]
+    weights = iter(orthogonal(key, kernels))
+    params = []
     for path, leaf in leaves:
-        names = [part.key for part in path]
-        if names[-1] == "kernel":
-            weights = normal[start : start + leaf.size].reshape(leaf.shape)
-            gain = {"value_head": 1.0, "policy_head": 0.01, "log_std_head": 0.01}.get(names[-2])
-            params.append((2**0.5 if gain is None else gain) * orthogonalize(weights))
+        if path[-1].key == "kernel":
+            params.append(gains.get(path[-2].key, 2**0.5) * next(weights))
         else:
-            fill = init_log_std if names[0].startswith("log_std") else 0.0
+            fill = init_log_std if path[0].key.startswith("log_std") else 0.0
             params.append(jnp.full(leaf.shape, fill, leaf.dtype))
-        start += leaf.size
     return jax.tree.unflatten(treedef, params)
 
 
-def orthogonalize(normal: Array) -> Array:
-    """[..., n] -> [..., n] with orthonormal rows or columns, uniform where entries are normal.
+def orthogonal(key: Array, shapes: list[tuple[int, ...]]) -> list[Array]:
+    """An array [..., n] of each shape whose rows or columns are orthonormal, uniformly drawn.
 
-    The polar factor by Newton and Schulz's iteration: products of matrices only. A QR
-    decomposition calls LAPACK, which can wait for ever when several CPU devices share the cores.
+    Each is the polar factor of a normal matrix, by Newton and Schulz's iteration: products of
+    matrices only. A QR decomposition calls LAPACK, which can wait for ever when several CPU devices
+    share the cores. All are drawn at once and iterated in one loop, which compiles fastest.
+
+    Args:
+        key: consumed.
     """
-    matrix = normal.reshape(-1, normal.shape[-1])
-    if wide := matrix.shape[0] < matrix.shape[1]:
-        matrix = matrix.T
-    # A normal matrix has singular values up to about this; below sqrt(3) of it, all go to 1.
-    largest = sum(size**0.5 for size in matrix.shape)
+    ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+    parts = jnp.split(jax.random.normal(key, (ends[-1],)), ends[:-1])
+    matrices = []
+    for part, shape in zip(parts, shapes, strict=True):
+        rows, columns = part.size // shape[-1], shape[-1]
+        # Singular values reach about rows^.5 + columns^.5; below sqrt(3) of it, all go to 1.
+        matrices.append(part.reshape(rows, columns) / (rows**0.5 + columns**0.5))
+    matrices = jax.lax.fori_loop(0, 40, lambda _, x: list(map(_newton_schulz, x)), matrices)
+    return [matrix.reshape(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
 
-    def step(_: Array, x: Array) -> Array:
-        return 1.5 * x - 0.5 * jnp.matmul(
-            x, jnp.matmul(x.T, x, precision="highest"), precision="highest"
-        )
 
-    matrix = jax.lax.fori_loop(0, 40, step, matrix / largest)
-    return (matrix.T if wide else matrix).reshape(normal.shape)
+def _newton_schulz(x: Array) -> Array:
+    """One step towards the nearest matrix with orthonormal rows or columns."""
+    product = functools.partial(jnp.matmul, precision="highest")
+    tall = x.shape[0] > x.shape[1]
+    return 1.5 * x - 0.5 * (product(x, product(x.T, x)) if tall else product(product(x, x.T), x))

@@ -8,12 +8,13 @@ iteration, and never carried.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 from jax import Array
 
@@ -27,7 +28,7 @@ from purejaxppo.agent import (
     learning_rate_scale,
 )
 from purejaxppo.config import Config, Hyper
-from purejaxppo.distributions import draw_noise
+from purejaxppo.distributions import noise_from_bits, noise_size
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.losses import (
     Coefficients,
@@ -48,6 +49,15 @@ class Setup(NamedTuple):
     config: Config
     env: VectorEnvironment
     agent: Agent
+
+
+class Draws(NamedTuple):
+    """The random numbers of an iteration."""
+
+    key_pool: Array  # [] for the start states
+    key_env: Array  # [T, N] a key for every step of every environment
+    noise: Array  # [T, N, ...] for the actions
+    order: Array  # [epochs, T * N] int32, permutations of the samples
 
 
 class Learner(struct.PyTreeNode):
@@ -109,10 +119,10 @@ def iterate(
         iterations: [] how many there are in all, over which annealing runs.
     """
     remaining = 1.0 - state.iteration / iterations
-    key_rollout, key_shuffle = jax.random.split(jax.random.fold_in(state.key, state.iteration))
-    state, data = rollout(setup, state, key_rollout)
+    draws = draw(setup, jax.random.fold_in(state.key, state.iteration))
+    state, data = rollout(setup, state, draws)
     advantage = advantages(setup, state, data, hyper)
-    learner, updates = update(setup, state, data, advantage, hyper, remaining, key_shuffle)
+    learner, updates = update(setup, state, data, advantage, hyper, remaining, draws.order)
     metrics = summarize(state, data, advantage, updates)
     state = update_statistics(state, data.transitions, hyper)
     return state.replace(
@@ -128,24 +138,49 @@ def truncation_window(env: VectorEnvironment) -> int | None:
     return 1 if env.may_truncate else env.max_episode_steps
 
 
-def rollout(setup: Setup, state: TrainState, key: Array) -> tuple[TrainState, Rollout]:
-    """T steps of the policy in N environments; consumes key.
+def draw(setup: Setup, key: Array) -> Draws:
+    """Every random number of an iteration in one batch; consumes key.
 
-    Every random number of the rollout is drawn here, in one batch each, outside the scan.
+    Each call of the generator takes a tenth of a second to compile, and inside a scan its time too.
     """
     config, env, _ = setup
-    key_pool, key_noise, key_env = jax.random.split(key, 3)
-    shape = (config.num_steps, env.num_envs)
-    steps = (
-        jnp.arange(config.num_steps),
-        draw_noise(key_noise, env.action_space, shape),
-        jax.random.split(key_env, shape),
+    width = jax.random.key_data(key).size  # words of a key
+    shapes = [
+        (width,),
+        (config.num_steps, env.num_envs, width),
+        (config.num_steps, env.num_envs, noise_size(env.action_space)),
+        (config.update_epochs, config.batch_size),
+    ]
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    parts = jnp.split(jax.random.bits(key, (ends[-1],)), ends[:-1])
+    pool, steps, noise, order = (x.reshape(s) for x, s in zip(parts, shapes, strict=True))
+    as_key = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key))
+    return Draws(
+        as_key(pool), as_key(steps), noise_from_bits(noise, env.action_space), permutations(order)
     )
+
+
+def permutations(bits: Array) -> Array:
+    """[E, S] int32, E permutations of 0 ... S - 1, from uniform uint32 of that shape.
+
+    Sorts random numbers that carry their index in the low bits, five times faster on a CPU than
+    sorting pairs. Equal random parts keep their order, which minibatches do not feel.
+    """
+    size = bits.shape[-1]
+    low = jnp.uint32((1 << (size - 1).bit_length()) - 1)
+    ordered = jnp.sort((bits & ~low) | jnp.arange(size, dtype=jnp.uint32))
+    return (ordered & low).astype(jnp.int32)
+
+
+def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, Rollout]:
+    """T steps of the policy in N environments."""
+    config, env, _ = setup
+    steps = (jnp.arange(config.num_steps), draws.noise, draws.key_env)
     obs = state.env_state.obs
     window = truncation_window(env)
     slots = -(-config.num_steps // window) if window else 0
     actor = Actor(
-        env_state=env.begin_rollout(key_pool, state.env_state),
+        env_state=env.begin_rollout(draws.key_pool, state.env_state),
         first=state.first,
         carry=state.carry,
         final_obs=jnp.zeros((slots, *obs.shape), obs.dtype),
@@ -206,15 +241,13 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
     """
     _, env, agent = setup
     steps = data.transitions
-    last = agent.apply(
-        state.params, state.obs_stats, state.env_state.obs, state.carry, state.first
-    ).value
-    next_value = jnp.concatenate([steps.value[1:], last[None]])
+    obs = jnp.concatenate([data.final_obs, state.env_state.obs[None]])
+    first = jnp.concatenate([jnp.zeros(data.final_obs.shape[:2], bool), state.first[None]])
+    value = agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
+    next_value = jnp.concatenate([steps.value[1:], value[-1:]])
     if window := truncation_window(env):
-        first = jnp.zeros(data.final_obs.shape[:2], bool)
-        final = agent.apply(state.params, state.obs_stats, data.final_obs, state.carry, first)
         repeats = min(window, len(next_value))
-        final_value = jnp.repeat(final.value, repeats, axis=0)[: len(next_value)]
+        final_value = jnp.repeat(value[:-1], repeats, axis=0)[: len(next_value)]
         next_value = jnp.where(steps.truncated, final_value, next_value)
     # Without the barrier XLA rewrites this division as it likes, and differently with more devices.
     scale = jax.lax.optimization_barrier(stats.return_scale(state.return_stats))
@@ -237,13 +270,14 @@ def update(
     advantage: Array,
     hyper: Hyper,
     remaining: Array,
-    key: Array,
+    order: Array,
 ) -> tuple[Learner, UpdateMetrics]:
-    """Epochs of minibatches; consumes key. Metrics are [updates].
+    """Epochs of minibatches. Metrics are [updates].
 
     Args:
         advantage: [T, N].
         remaining: [] 1 - i / iterations, for what is annealed.
+        order: [epochs, T * N] int32, a permutation of the samples for each epoch.
     """
     config = setup.config
     steps = data.transitions
@@ -263,24 +297,10 @@ def update(
         valid=steps.valid,
     )
     samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
-    order = shuffle(key, config.update_epochs, config.batch_size)
-    order = order.reshape(config.update_epochs * config.num_minibatches, -1)
     learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
     step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
-    return jax.lax.scan(step, learner, order)
-
-
-def shuffle(key: Array, epochs: int, size: int) -> Array:
-    """[epochs, size] int32 permutations of 0 ... size - 1; consumes key.
-
-    Sorts random numbers that carry their index in the low bits, five times faster on a CPU than
-    sorting pairs. Equal random parts keep their order, which minibatches do not feel.
-    """
-    low = (1 << (size - 1).bit_length()) - 1
-    numbers = jax.random.bits(key, (epochs, size), jnp.uint32)
-    index = jnp.arange(size, dtype=jnp.uint32)
-    ordered = jnp.sort((numbers & ~jnp.uint32(low)) | index)
-    return (ordered & jnp.uint32(low)).astype(jnp.int32)
+    minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
+    return jax.lax.scan(step, learner, minibatches)
 
 
 def _update_minibatch(
@@ -301,7 +321,7 @@ def _update_minibatch(
     grads, losses = jax.grad(_loss, has_aux=True)(learner.params, setup, state, batch, coef)
     opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
     scale = learning_rate_scale(config, opt_state, remaining)
-    params, opt_state = apply_gradients(hyper, learner.params, opt_state, grads, scale)
+    params, opt_state, norm = apply_gradients(hyper, learner.params, opt_state, grads, scale)
     stepped = Learner(params, opt_state, learner.stopped)
     if hyper.target_kl is not None:
         stopped = learner.stopped | (losses.approx_kl > hyper.target_kl)
@@ -309,7 +329,7 @@ def _update_minibatch(
         stepped = stepped.replace(stopped=stopped)
     return stepped, UpdateMetrics(
         losses=losses,
-        grad_norm=optax.tree.norm(grads),
+        grad_norm=norm,
         learning_rate=hyper.learning_rate * scale,
         applied=~stepped.stopped,
     )

@@ -62,8 +62,8 @@ def plot_learning_curve(
     """Return against environment steps: the interquartile mean over runs and its 95% interval."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.add_axes((0.12, 0.12, 0.84, 0.8))
     for rows, column, label, style in (
         (metrics, "episode_return", "training episodes", "-"),
         (evaluations, "return_mean", "evaluation", "o-"),

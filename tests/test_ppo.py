@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.stats
+from jax.flatten_util import ravel_pytree
 from probes import (
     ActionReward,
     Clock,
@@ -36,10 +37,16 @@ SMALL = {"num_envs": 8, "num_steps": 8, "torso_layers": (8,), "num_minibatches":
 FAST = {"xla_backend_optimization_level": 0}
 
 jit = functools.partial(jax.jit, compiler_options=FAST)
-rollout = jit(ppo.rollout, static_argnums=0)
 advantages = jit(ppo.advantages, static_argnums=0)
 init = jit(ppo.init, static_argnums=0)
 iterate = jit(ppo.iterate, static_argnums=0)
+
+
+def roll(setup, state, key):
+    return ppo.rollout(setup, state, ppo.draw(setup, key))
+
+
+rollout = jit(roll, static_argnums=0)
 
 
 def setup_and_state(env, hyper=None, seed=0, **options):
@@ -123,9 +130,13 @@ NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 SINGLE_UPDATE = {"num_minibatches": 1, "update_epochs": 1}
 
 
+def permutations(seed, epochs, size):
+    return ppo.permutations(jax.random.bits(jax.random.key(seed), (epochs, size)))
+
+
 def first_ratio(setup, state, steps):
     """Max |ratio - 1| of a rollout's actions, in minibatches of shuffled samples."""
-    order = ppo.shuffle(jax.random.key(1), 1, setup.config.batch_size).reshape(2, -1)
+    order = permutations(1, 1, setup.config.batch_size).reshape(2, -1)
 
     def ratio(index):
         obs, action, log_prob, first = (
@@ -221,7 +232,7 @@ def test_final_observations_and_the_values_that_follow(limit, may_truncate, num_
     @jit
     def rollouts(state, keys):
         def one(state, key):
-            state, data = ppo.rollout(setup, state, key)
+            state, data = roll(setup, state, key)
             return state, (data, ppo.advantages(setup, state, data, hyper))
 
         return jax.lax.scan(one, state, keys)
@@ -344,23 +355,23 @@ def plain_updates(experience, order, normalization, learning_rate):
 
 
 def moments_of(adam):
-    """Adam's state, whatever it is chained with."""
+    """Adam's state as vectors, whatever it is chained with."""
     found = optax.tree_utils.tree_get_all_with_path(adam, "mu")
     assert len(found) == 1
-    return {name: optax.tree_utils.tree_get(adam, name) for name in ("mu", "nu", "count")}
+    moments = {name: optax.tree_utils.tree_get(adam, name) for name in ("mu", "nu", "count")}
+    return {name: ravel_pytree(moment)[0] for name, moment in moments.items()}
 
 
 def run_update(experience, hyper, remaining=1.0, **options):
     setup, state, data, advantage, _ = experience
     config = dataclasses.replace(setup.config, **options)
-    key = jax.random.key(7)
-    order = ppo.shuffle(key, config.update_epochs, config.batch_size)
-    order = order.reshape(config.update_epochs * config.num_minibatches, -1)
+    order = permutations(7, config.update_epochs, config.batch_size)
     update = jit(ppo.update, static_argnums=0)
     learner, metrics = update(
-        setup._replace(config=config), state, data, advantage, hyper, remaining, key
+        setup._replace(config=config), state, data, advantage, hyper, remaining, order
     )
-    return learner, metrics, order
+    minibatches = config.update_epochs * config.num_minibatches
+    return learner, metrics, order.reshape(minibatches, -1)
 
 
 @pytest.mark.parametrize("normalization", ["minibatch", "batch", "off"])
@@ -472,12 +483,12 @@ def test_actor_and_critic_have_their_own_learning_rates():
     opt_state, reference_state = init_optimizer(hyper, params), reference.init(params)
     for seed in (1, 2, 3):
         grads = branches(seed)
-        params, opt_state = apply_gradients(hyper, params, opt_state, grads, jnp.float32(0.5))
+        params, opt_state, _ = apply_gradients(hyper, params, opt_state, grads, jnp.float32(0.5))
         updates, reference_state = reference.update(grads, reference_state)
         expected = optax.apply_updates(expected, updates)
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-7)
     tiny = hyper.replace(critic_learning_rate=1e-12)
-    still, _ = apply_gradients(tiny, params, opt_state, branches(4), jnp.float32(1.0))
+    still, *_ = apply_gradients(tiny, params, opt_state, branches(4), jnp.float32(1.0))
     moved = {
         n: float(jnp.max(jnp.abs(still[n]["kernel"] - p["kernel"]))) for n, p in params.items()
     }
@@ -492,9 +503,10 @@ def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
     params, grads = branches(0), branches(1)
     grads["policy"] = jax.tree.map(lambda g: 10 * g, grads["policy"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
-    stepped, _ = apply_gradients(
+    stepped, _, reported = apply_gradients(
         hyper, params, init_optimizer(hyper, params), grads, jnp.float32(1.0)
     )
+    np.testing.assert_allclose(reported, norm, rtol=1e-6)
     for name, grad in grads.items():
         clipped = grad["kernel"] * min(1.0, max_grad_norm / norm)
         expected = params[name]["kernel"] - clipped / (jnp.abs(clipped) + 1.0)
@@ -598,21 +610,21 @@ def test_a_value_of_the_wrong_shape_is_named():
 
 
 @pytest.mark.parametrize("size", [1, 2, 64, 100, 1025])
-def test_shuffle_gives_permutations(size):
-    order = np.asarray(ppo.shuffle(jax.random.key(0), 5, size))
+def test_orders_are_permutations(size):
+    order = np.asarray(permutations(0, 5, size))
     assert order.dtype == np.int32
     np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(size), (5, 1)))
     if size >= 64:
         assert len(np.unique(order, axis=0)) == 5
-        again = ppo.shuffle(jax.random.key(1), 5, size)
+        again = permutations(1, 5, size)
         assert np.mean(order == again) < 0.1
-        np.testing.assert_array_equal(order, ppo.shuffle(jax.random.key(0), 5, size))
+        np.testing.assert_array_equal(order, permutations(0, 5, size))
 
 
 @pytest.mark.parametrize("size", [8, 11])
-def test_shuffle_puts_every_sample_anywhere(size):
+def test_orders_put_every_sample_anywhere(size):
     epochs = 4000
-    order = np.asarray(ppo.shuffle(jax.random.key(2), epochs, size))
+    order = np.asarray(permutations(2, epochs, size))
     counts = np.stack([np.bincount(order[:, i], minlength=size) for i in range(size)])
     statistic = np.sum((counts - epochs / size) ** 2) / (epochs / size)
     assert scipy.stats.chi2.sf(statistic, (size - 1) ** 2) > 1e-3

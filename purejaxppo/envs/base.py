@@ -122,7 +122,7 @@ class Vectorized:
         starts = self._draw(key, (self.num_envs,))
         pool = None
         if self.reset_mode == "pool":  # a placeholder: begin_rollout draws it
-            pool = jax.tree.map(lambda x: jnp.stack([x] * self.pool_size), starts)
+            pool = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.pool_size, *x.shape)), starts)
         zeros = jnp.zeros(self.num_envs)
         return VectorState(
             starts.state, starts.obs, zeros, zeros.astype(jnp.int32), pool, jnp.zeros((), jnp.int32)
