@@ -45,8 +45,9 @@ def envs_command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="purejaxppo envs", description=envs_command.__doc__)
     parser.parse_args(arguments)
     for name in envs.list_environments():
-        tuned = "  tuned" if options.tuned_config(name) else ""
-        print(f"{name}{tuned}")
+        path = options.shipped_config(name)
+        published = path is not None and path.read_text().startswith("# Published")
+        print(name + ("  published settings" if published else "  tuned" if path else ""))
     return 0
 
 
@@ -76,11 +77,13 @@ def parse(arguments: list[str]) -> Settings:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--env")
     first.add_argument("--config")
+    first.add_argument("--backend")
     try:
         known, rest = first.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
-    base = options.load_settings(known.env, known.config)
+    env = None if known.env is None else envs.full_name(known.env)
+    base = options.load_settings(env, known.config, known.backend)
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):

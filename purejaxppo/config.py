@@ -35,6 +35,8 @@ class Config:
     """Environment to train: a name that `purejaxppo envs` lists, or my_module:MyEnv."""
     env_args: EnvArgs = ()
     """Arguments of the environment's factory, as name=value ..."""
+    backend: str | None = None
+    """Physics of a Brax environment: spring, positional, generalized or mjx."""
     total_timesteps: int = 1_000_000
     """Environment steps of each run, rounded up to whole iterations."""
     num_envs: int = 16
@@ -45,6 +47,8 @@ class Config:
     """Passes over each rollout."""
     num_minibatches: int = 4
     """Minibatches in a pass; num_envs * num_steps must be a multiple."""
+    minibatches: Literal["samples", "sequences"] = "samples"
+    """Minibatches of single samples, or of whole rollouts of some of the environments."""
     torso_layers: tuple[int, ...] = (64, 64)
     """Widths of the layers before policy and value part."""
     policy_layers: tuple[int, ...] = ()
@@ -77,6 +81,11 @@ class Config:
     """Start states an environment has in a rollout's pool; it repeats one only after so many."""
 
     @property
+    def env_options(self) -> dict[str, Any]:
+        """All that the environment's factory is given."""
+        return dict(self.env_args) | ({"backend": self.backend} if self.backend else {})
+
+    @property
     def batch_size(self) -> int:
         """Samples of one iteration, T * N."""
         return self.num_steps * self.num_envs
@@ -102,6 +111,8 @@ class Hyper(struct.PyTreeNode):
     """Clip range of the probability ratio."""
     value_clip_eps: float | None = None
     """Clip range of the value function; not clipped when not given."""
+    reward_scale: float = 1.0
+    """What rewards are multiplied by for learning; scores stay as they are."""
     ent_coef: float = 0.01
     """Weight of the entropy bonus."""
     vf_coef: float = 0.5
@@ -156,17 +167,41 @@ class Settings:
         return flat | {"env_args": dict(self.config.env_args)}
 
 
-def load_settings(env: str | None = None, file: str | Path | None = None) -> Settings:
-    """Settings of a YAML file, or the tuned ones of an environment, over the defaults.
+def load_settings(
+    env: str | None = None, file: str | Path | None = None, backend: str | None = None
+) -> Settings:
+    """Settings of a YAML file, or the shipped ones of an environment, over the defaults.
+
+    Args:
+        backend: what an environment with several kinds of physics runs on.
 
     Raises:
         ConfigError: the file cannot be read, or says something that is no option or value.
     """
-    path = Path(file) if file is not None else tuned_config(env or Config.env)
-    values = _read_yaml(path) if path is not None else {}
-    if env is not None:
-        values["env"] = env
-    return make_settings(values, where=f"{path}: " if path else "")
+    if file is not None:
+        values, where = _read_yaml(Path(file)), f"{file}: "
+    else:
+        values, where = _shipped_values(env or Config.env, backend), ""
+    values |= {k: v for k, v in (("env", env), ("backend", backend)) if v is not None}
+    return make_settings(values, where)
+
+
+def shipped_config(env: str, backend: str | None = None) -> Path | None:
+    """The shipped settings of an environment, if there are any: for a backend of its own, or any."""
+    suite, _, name = env.rpartition("/")
+    directory = config_directory() / (suite or "gymnax")
+    paths = directory / f"{name}-{backend}.yaml", directory / f"{name}.yaml"
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _shipped_values(env: str, backend: str | None) -> dict[str, Any]:
+    """What defaults.yaml of the suite says, and over it what is shipped for the environment."""
+    common = config_directory() / env.rpartition("/")[0] / "defaults.yaml"
+    values = _read_yaml(common) if common.is_file() else {}
+    path = shipped_config(env, backend)
+    own = _read_yaml(path) if path is not None else {}
+    meant = backend is None or backend == (values | own).get("backend")
+    return values | own if meant else values
 
 
 def make_settings(values: Mapping[str, Any], where: str = "") -> Settings:
@@ -195,13 +230,6 @@ def config_directory() -> Path:
     package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
-
-
-def tuned_config(env: str) -> Path | None:
-    """The shipped configuration of an environment, if it has one."""
-    suite, _, name = env.rpartition("/")
-    path = config_directory() / (suite or "gymnax") / f"{name}.yaml"
-    return path if path.is_file() else None
 
 
 def parse_env_args(items: Iterable[str]) -> EnvArgs:
@@ -280,11 +308,20 @@ def validate(settings: Settings) -> None:
         _require(0 <= value < math.inf, name, value, "at least 0")
     _require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
     for name in (
-        "learning_rate", "critic_learning_rate", "clip_eps", "value_clip_eps", "max_grad_norm",
+        "learning_rate", "critic_learning_rate", "reward_scale", "clip_eps", "value_clip_eps", "max_grad_norm",
         "adam_eps", "target_kl", "desired_kl",
     ):  # fmt: skip
         value = getattr(hyper, name)
         _require(value is None or value > 0, name, value, "above 0")
+    if config.minibatches == "sequences" and config.num_envs % config.num_minibatches:
+        raise ConfigError(
+            f"--num-envs {config.num_envs} is not divisible by --num-minibatches "
+            f"{config.num_minibatches}, as --minibatches sequences needs"
+        )
+    if config.normalize_rewards and hyper.reward_scale != Hyper.reward_scale:
+        raise ConfigError(
+            f"--reward-scale {hyper.reward_scale} makes no difference with --normalize-rewards"
+        )
     if hyper.desired_kl is not None and config.anneal_learning_rate:
         raise ConfigError(
             "--desired-kl and --anneal-learning-rate both set the learning rate: "

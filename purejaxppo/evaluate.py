@@ -44,7 +44,7 @@ def evaluate(
     """
     num_envs = env.num_envs
     limit = env.max_episode_steps or MAX_STEPS
-    key_reset, key_pool, key_steps = jax.random.split(key, 3)
+    key_reset, key_steps = jax.random.split(key)
 
     def step(progress: _Progress) -> _Progress:
         key_noise, key_env = jax.random.split(jax.random.fold_in(key_steps, progress.t))
@@ -66,7 +66,7 @@ def evaluate(
     zeros = jnp.zeros(num_envs)
     start = _Progress(
         t=jnp.zeros((), jnp.int32),
-        env_state=env.begin_rollout(key_pool, env.reset(key_reset)),
+        env_state=env.reset(key_reset),  # no rollout begins: later episodes do not count
         carry=agent.init_carry(num_envs),
         first=jnp.ones(num_envs, bool),
         episode=Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32)),

@@ -56,7 +56,7 @@ def train(settings: Settings) -> int:
 def _train(settings: Settings) -> int:
     sys.path.insert(0, os.getcwd())  # for --env my_module:MyEnv, with the console script too
     _configure_jax(settings.run)
-    env = envs.make(settings.config.env, dict(settings.config.env_args))
+    env = envs.make(settings.config.env, settings.config.env_options)
     setup = make_setup(settings.config, env)
     if settings.hyper.init_log_std and not isinstance(env.action_space, Box):
         raise ConfigError(

@@ -57,7 +57,7 @@ class Draws(NamedTuple):
     key_pool: Array  # [] for the start states
     key_env: Array  # [T, N] a key for every step of every environment
     noise: Array  # [T, N, ...] for the actions
-    order: Array  # [epochs, T * N] int32, permutations of the samples
+    order: Array  # [epochs, T * N] int32, permutations of the samples; [epochs, N] for sequences
 
 
 class Learner(struct.PyTreeNode):
@@ -123,7 +123,7 @@ def iterate(
     state, data = rollout(setup, state, draws)
     advantage = advantages(setup, state, data, hyper)
     learner, updates = update(setup, state, data, advantage, hyper, remaining, draws.order)
-    metrics = summarize(state, data, advantage, updates)
+    metrics = summarize(state, data, advantage, updates, hyper)
     state = update_statistics(state, data.transitions, hyper)
     return state.replace(
         params=learner.params, opt_state=learner.opt_state, iteration=state.iteration + 1
@@ -151,6 +151,8 @@ def draw(setup: Setup, key: Array) -> Draws:
         (config.num_steps, env.num_envs, noise_size(env.action_space)),
         (config.update_epochs, config.batch_size),
     ]
+    if config.minibatches == "sequences":
+        shapes[-1] = (config.update_epochs, env.num_envs)
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     parts = jnp.split(jax.random.bits(key, (ends[-1],)), ends[:-1])
     pool, steps, noise, order = (x.reshape(s) for x, s in zip(parts, shapes, strict=True))
@@ -251,7 +253,7 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
         next_value = jnp.where(steps.truncated, final_value, next_value)
     # Without the barrier XLA rewrites this division as it likes, and differently with more devices.
     scale = jax.lax.optimization_barrier(stats.return_scale(state.return_stats))
-    reward = steps.reward / scale
+    reward = steps.reward * hyper.reward_scale / scale
     return gae(
         reward,
         steps.value,
@@ -277,7 +279,7 @@ def update(
     Args:
         advantage: [T, N].
         remaining: [] 1 - i / iterations, for what is annealed.
-        order: [epochs, T * N] int32, a permutation of the samples for each epoch.
+        order: from `draw`.
     """
     config = setup.config
     steps = data.transitions
@@ -300,6 +302,9 @@ def update(
     learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
     step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
     minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
+    if config.minibatches == "sequences":
+        start = jnp.arange(config.num_steps) * config.num_envs
+        minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
     return jax.lax.scan(step, learner, minibatches)
 
 
@@ -367,19 +372,20 @@ def update_statistics(state: TrainState, steps: Transition, hyper: Hyper) -> Tra
 
 
 def summarize(
-    state: TrainState, data: Rollout, advantage: Array, updates: UpdateMetrics
+    state: TrainState, data: Rollout, advantage: Array, updates: UpdateMetrics, hyper: Hyper
 ) -> Metrics:
     """The iteration in numbers; advantage [T, N], updates [U]."""
     steps, episodes = data.transitions, data.episodes
     applied = jax.tree.map(lambda x: masked_mean(x, updates.applied), updates)
     target_var = masked_var(advantage + steps.value, steps.valid)
     unexplained = masked_var(advantage, steps.valid) / target_var
+    unit = stats.return_scale(state.return_stats) / hyper.reward_scale
     count = jnp.sum(episodes.ended)
     return Metrics(
         episode_return=jnp.sum(jnp.where(episodes.ended, episodes.score, 0.0)) / count,
         episode_length=jnp.sum(jnp.where(episodes.ended, episodes.length, 0)) / count,
         episodes=count,
-        value_mean=masked_mean(steps.value, steps.valid) * stats.return_scale(state.return_stats),
+        value_mean=masked_mean(steps.value, steps.valid) * unit,
         policy_loss=applied.losses.policy_loss,
         value_loss=applied.losses.value_loss,
         entropy=applied.losses.entropy,

@@ -20,6 +20,7 @@ class Moments(struct.PyTreeNode):
     count: Array  # [] float32
     mean: Array  # [...]
     var: Array  # [...]
+    lost: Array  # [] what rounding has kept out of count, without which it would stall
 
 
 class ReturnStats(struct.PyTreeNode):
@@ -31,7 +32,7 @@ class ReturnStats(struct.PyTreeNode):
 
 def init_moments(shape: tuple[int, ...]) -> Moments:
     """Moments before any sample, for arrays of `shape`."""
-    return Moments(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape))
+    return Moments(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape), jnp.zeros(()))
 
 
 def update_moments(moments: Moments, samples: Array, valid: Array) -> Moments:
@@ -50,11 +51,14 @@ def update_moments(moments: Moments, samples: Array, valid: Array) -> Moments:
     deviation = jnp.where(mask, samples - moments.mean, 0.0)
     shift = jnp.sum(deviation, axes) / size
     var = jnp.sum(jnp.where(mask, jnp.square(deviation - shift), 0.0), axes) / size
-    weight = count / jnp.maximum(moments.count + count, 1.0)
+    added = count + moments.lost
+    total = moments.count + added
+    weight = count / jnp.maximum(total, 1.0)
     return Moments(
-        count=moments.count + count,
+        count=total,
         mean=moments.mean + weight * shift,
         var=(1 - weight) * moments.var + weight * (var + (1 - weight) * jnp.square(shift)),
+        lost=added - (total - moments.count),
     )
 
 

@@ -34,7 +34,7 @@ def make_setup(config: Config, env: envs.Environment | None = None) -> ppo.Setup
         ConfigError: an unknown environment, or an option that does not fit it.
     """
     if env is None:
-        env = envs.make(config.env, dict(config.env_args))
+        env = envs.make(config.env, config.env_options)
     vector = Vectorized(env, config.num_envs, config.reset_mode, config.pool_size)
     return ppo.Setup(config, vector, make_agent(config, env.observation_space, env.action_space))
 

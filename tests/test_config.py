@@ -17,8 +17,8 @@ from purejaxppo.config import (
     parse_env_args,
     parse_int,
     parse_layers,
+    shipped_config,
     suggest,
-    tuned_config,
     validate,
 )
 
@@ -39,8 +39,8 @@ def test_shipped_file_is_valid_and_says_only_what_differs(path):
 
 
 def test_shipped_files_are_found_by_environment():
-    assert tuned_config("CartPole-v1") == config_directory() / "gymnax" / "CartPole-v1.yaml"
-    assert tuned_config("my_module:MyEnv") is None
+    assert shipped_config("CartPole-v1") == config_directory() / "gymnax" / "CartPole-v1.yaml"
+    assert shipped_config("my_module:MyEnv") is None
 
 
 def test_settings_survive_yaml():

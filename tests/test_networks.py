@@ -226,7 +226,9 @@ def test_a_box_without_dimensions_is_one_feature():
 
 def test_statistics_are_applied_before_flattening():
     obs = jnp.arange(8.0).reshape(2, 2, 2)
-    moments = stats.Moments(jnp.array(2.0), jnp.full((2, 2), 1.0), jnp.full((2, 2), 4.0))
+    moments = stats.Moments(
+        jnp.array(2.0), jnp.full((2, 2), 1.0), jnp.full((2, 2), 4.0), jnp.array(0.0)
+    )
     actual = features(Box(-INF, INF, (2, 2)), obs, moments)
     np.testing.assert_allclose(actual, (np.arange(8.0).reshape(2, 4) - 1) / 2, rtol=1e-6)
 

@@ -177,7 +177,7 @@ def test_an_iteration_takes_its_loss_with_the_statistics_that_acted():
 
 def test_rewards_are_scaled_by_the_return_statistics_that_acted():
     setup, state, hyper = setup_and_state(Poisoned(), **NORMALIZED)
-    moments = stats.Moments(jnp.array(9.0), jnp.array(3.0), jnp.array(16.0))
+    moments = stats.Moments(jnp.array(9.0), jnp.array(3.0), jnp.array(16.0), jnp.array(0.0))
     state = state.replace(return_stats=stats.ReturnStats(moments, jnp.zeros(8)))
     state, data = rollout(setup, state, jax.random.key(0))
     scaled = advantages(setup, state, data, hyper.replace(gamma=jnp.zeros(())))
@@ -671,7 +671,7 @@ def test_episodes_are_averaged_over_those_that_ended():
 
 
 def test_values_are_reported_in_units_of_the_environment():
-    moments = stats.Moments(jnp.array(9.0), jnp.array(3.0), jnp.array(16.0))
+    moments = stats.Moments(jnp.array(9.0), jnp.array(3.0), jnp.array(16.0), jnp.array(0.0))
     value = np.array([[1.0, 2.0], [3.0, 100.0]])
     valid = np.array([[True, True], [True, False]])
     scaled = summary_of(value, value, return_stats=stats.ReturnStats(moments, None), valid=valid)

@@ -57,12 +57,39 @@ def test_an_empty_batch_changes_nothing():
     nothing = jnp.zeros((16, 4), bool)
     untouched = init_moments((3,))
     chex.assert_trees_all_equal(update(untouched, samples, nothing), untouched)
-    some = Moments(jnp.array(7.0), jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 5.0, 6.0]))
+    some = Moments(
+        jnp.array(7.0), jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 5.0, 6.0]), jnp.array(0.0)
+    )
     chex.assert_trees_all_equal(update(some, samples, nothing), some)
 
 
+def test_moments_of_a_billion_samples_with_a_large_mean():
+    batch = np.random.default_rng(2).normal(1e4, 1.0, (1000, 100, 1)).astype(np.float32)
+    merge = jax.jit(
+        lambda m, x: jax.lax.fori_loop(
+            0, 10_000, lambda _, m: update_moments(m, x, jnp.ones((1000, 100), bool)), m
+        )
+    )
+    moments = merge(init_moments((1,)), batch)
+    assert moments.count == 1e9
+    np.testing.assert_allclose(moments.mean, batch.mean((0, 1), np.float64), atol=2e-3)
+    np.testing.assert_allclose(moments.var, batch.var((0, 1), np.float64), rtol=1e-3)
+
+
+@pytest.mark.parametrize("start", [2.0**24, 2.0**31])
+def test_a_large_count_goes_on(start):
+    """One sample a batch, where float32 alone would have stood still."""
+    moments = init_moments(()).replace(count=jnp.float32(start))
+    moments = jax.lax.fori_loop(
+        0, 1000, lambda _, m: update_moments(m, jnp.ones((1, 1)), jnp.ones((1, 1), bool)), moments
+    )
+    assert float(moments.count) + float(moments.lost) == start + 1000
+
+
 def test_normalize_centres_scales_and_clips():
-    moments = Moments(jnp.array(9.0), jnp.array([1.0, -2.0]), jnp.array([4.0, 0.25]))
+    moments = Moments(
+        jnp.array(9.0), jnp.array([1.0, -2.0]), jnp.array([4.0, 0.25]), jnp.array(0.0)
+    )
     samples = jnp.array([[[5.0, -2.5], [1.0, 1e6], [-1e6, -2.0]]])
     expected = [[[2.0, -1.0], [0.0, 10.0], [-10.0, 0.0]]]
     np.testing.assert_allclose(normalize(moments, samples), expected, rtol=1e-6)
@@ -121,5 +148,5 @@ def test_return_trace_by_hand():
 def test_return_scale_is_the_deviation_of_the_return():
     assert return_scale(None) == 1.0
     np.testing.assert_allclose(return_scale(init_return_stats(3)), 1.0, rtol=1e-6)
-    moments = Moments(jnp.array(5.0), jnp.array(100.0), jnp.array(9.0))
+    moments = Moments(jnp.array(5.0), jnp.array(100.0), jnp.array(9.0), jnp.array(0.0))
     np.testing.assert_allclose(return_scale(ReturnStats(moments, jnp.zeros(3))), 3.0, rtol=1e-6)

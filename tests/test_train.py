@@ -256,7 +256,7 @@ def test_an_evaluation_uses_the_statistics():
 
     @jax.jit
     def score(mean):
-        moments = stats.Moments(jnp.array(1.0), jnp.stack([mean, 0.0]), jnp.ones(2))
+        moments = stats.Moments(jnp.array(1.0), jnp.stack([mean, 0.0]), jnp.ones(2), jnp.array(0.0))
         return evaluate(env, agent, params, moments, jax.random.key(0)).score
 
     lengths = np.arange(1, 6)

@@ -41,13 +41,67 @@ _GYMNAX = [
     "FrozenLake-misc",
 ]
 
+_BRAX = [
+    "ant",
+    "halfcheetah",
+    "hopper",
+    "humanoid",
+    "humanoidstandup",
+    "inverted_pendulum",
+    "inverted_double_pendulum",
+    "pusher",
+    "reacher",
+    "swimmer",
+    "walker2d",
+]
+
+_PLAYGROUND = [  # its dm_control suite, which needs no download
+    "AcrobotSwingup",
+    "AcrobotSwingupSparse",
+    "BallInCup",
+    "CartpoleBalance",
+    "CartpoleBalanceSparse",
+    "CartpoleSwingup",
+    "CartpoleSwingupSparse",
+    "CheetahRun",
+    "FingerSpin",
+    "FingerTurnEasy",
+    "FingerTurnHard",
+    "FishSwim",
+    "HopperHop",
+    "HopperStand",
+    "HumanoidStand",
+    "HumanoidWalk",
+    "HumanoidRun",
+    "PendulumSwingup",
+    "PointMass",
+    "ReacherEasy",
+    "ReacherHard",
+    "SwimmerSwimmer6",
+    "WalkerRun",
+    "WalkerStand",
+    "WalkerWalk",
+]
+
 # Name -> the suite's module, imported when one of its environments is asked for, or a factory.
-_REGISTRY: dict[str, str | Factory] = dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax")
+_REGISTRY: dict[str, str | Factory] = {
+    **dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax"),
+    **dict.fromkeys((f"brax/{name}" for name in _BRAX), "purejaxppo.envs.brax"),
+    **dict.fromkeys((f"playground/{name}" for name in _PLAYGROUND), "purejaxppo.envs.playground"),
+}
 
 
 def list_environments() -> list[str]:
     """The names of all environments."""
     return list(_REGISTRY)
+
+
+def full_name(name: str) -> str:
+    """The registered name that is meant: `ant` is `brax/ant`, where only one suite has an ant."""
+    if name in _REGISTRY:
+        return name
+    found = [known for known in _REGISTRY if known.rpartition("/")[2] == name]
+    return found[0] if len(found) == 1 else name
 
 
 def register(name: str, factory: Factory) -> None:
@@ -70,8 +124,10 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     Raises:
         ConfigError: an unknown name, module or argument.
     """
-    arguments = dict(env_args or {})
+    arguments, name = dict(env_args or {}), full_name(name)
     entry = _REGISTRY.get(name)
+    if entry is None and name.startswith("playground/"):
+        entry = _REGISTRY["playground/CartpoleBalance"]  # knows which of the rest can be had
     if entry is None and ":" in name:
         entry = _import(name)
     if entry is None:
@@ -126,6 +182,7 @@ __all__ = [
     "Environment",
     "VectorEnvironment",
     "Vectorized",
+    "full_name",
     "list_environments",
     "make",
     "register",

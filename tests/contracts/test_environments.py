@@ -1,5 +1,7 @@
 """Every registered environment keeps the contract of `envs/base.py`."""
 
+import functools
+import importlib.util
 from pathlib import Path
 
 import jax
@@ -11,27 +13,67 @@ from purejaxppo import envs
 from purejaxppo.config import config_directory, load_settings, validate
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs import Vectorized
+from purejaxppo.envs.brax import BACKENDS, quietly
 from purejaxppo.ppo import truncation_window
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.train import make_setup, make_train
 
 DOWNLOADS = {"MNISTBandit-bsuite"}
-NAMES = [name for name in envs.list_environments() if name not in DOWNLOADS]
+ALL = envs.list_environments()
+GYMNAX = [name for name in ALL if "/" not in name and name not in DOWNLOADS]
+BRAX = [name for name in ALL if name.startswith("brax/")]
+PLAYGROUND = [name for name in ALL if name.startswith("playground/")]
+# Physics takes long to compile: these always, the others with `-m slow`.
+QUICK = ("inverted_pendulum", "reacher", "CartpoleBalance")
+has_playground = importlib.util.find_spec("mujoco_playground") is not None
 NUM_ENVS, STEPS = 3, 130
+
+
+def marks(name):
+    """Of a name, or of a configuration file."""
+    short = Path(name).stem.partition("-")[0]
+    physics = "/" in name and "/gymnax/" not in name and "/examples/" not in name
+    slow = [pytest.mark.slow] if physics and short not in QUICK else []
+    absent = name.startswith("playground/") and not has_playground
+    return [*slow, pytest.mark.skipif(absent, reason="the extra playground is not installed")]
 
 
 def test_registry_is_complete():
     """The names are written down so that listing them needs no import; this keeps them true."""
     import gymnax
 
-    assert set(gymnax.registered_envs) == {*NAMES, *DOWNLOADS}
-    assert len(NAMES) == 25
+    with quietly():
+        import brax.envs
+
+    assert set(gymnax.registered_envs) == {*GYMNAX, *DOWNLOADS}
+    assert len(GYMNAX) == 25
+    # "fast" is a test of Brax's own.
+    assert {f"brax/{name}" for name in brax.envs._envs} == {*BRAX, "brax/fast"}
+    if has_playground:
+        from mujoco_playground import dm_control_suite
+
+        assert {f"playground/{name}" for name in dm_control_suite.ALL_ENVS} == set(PLAYGROUND)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_contract(name):
+WORLDS = [(name, {}) for name in GYMNAX]
+WORLDS += [
+    (name, {"backend": backend, "episode_length": 50})
+    for name in BRAX
+    for backend in (BACKENDS if name != "brax/swimmer" else ["generalized"])
+]
+WORLDS += [(name, {"episode_length": 50}) for name in PLAYGROUND]
+
+
+@pytest.mark.parametrize(
+    ("name", "env_args"),
+    [
+        pytest.param(name, env_args, marks=marks(name), id=f"{name}-{env_args.get('backend', '')}")
+        for name, env_args in WORLDS
+    ],
+)
+def test_contract(name, env_args):
     """Shapes, types, bounds, clock and resets over a rollout with random actions."""
-    env = envs.make(name)
+    env = envs.make(name, env_args)
     vector = Vectorized(env, NUM_ENVS)
     noise = draw_noise(jax.random.key(2), env.action_space, (STEPS, NUM_ENVS))
     if isinstance(env.action_space, Box):
@@ -46,7 +88,7 @@ def test_contract(name):
         state, timestep, episode = vector.step(jax.random.split(key, NUM_ENVS), state, action)
         return state, (obs, timestep, episode)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def rollout(key):
         state = vector.reset(key)
         start = vector.begin_rollout(key, state)
@@ -90,19 +132,47 @@ def _check_clock(vector, timestep, episode):
     assert vector.may_truncate or not early.any()
 
 
-EXAMPLES = sorted((config_directory() / "examples").glob("*.yaml"))
+SHIPPED = sorted(map(str, config_directory().glob("*/*.yaml")))
 
 
-@pytest.mark.parametrize("source", [*NAMES, *EXAMPLES], ids=lambda source: Path(source).stem)
+def settings_of(path):
+    """What `--env NAME` uses, or `--env NAME --backend BACKEND`, or `--config FILE`."""
+    path = Path(path)
+    if path.parent.name == "examples":
+        return load_settings(file=path)
+    suite = "" if path.parent.name == "gymnax" else f"{path.parent.name}/"
+    name, _, backend = path.stem.partition("-") if suite else (path.stem, "", "")
+    return load_settings(suite + name, backend=backend or None)
+
+
+@pytest.mark.parametrize("path", SHIPPED)
+def test_shipped_configuration_is_valid(path):
+    if Path(path).stem != "defaults":
+        settings = settings_of(path)
+        validate(settings)
+        assert settings != load_settings(settings.config.env + "?")
+
+
+TRAINED = [*GYMNAX, *(path for path in SHIPPED if "/gymnax/" not in path)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, marks=marks(source), id=Path(source).stem)
+        for source in TRAINED
+        if Path(source).stem != "defaults"
+    ],
+)
 def test_configuration_trains_one_iteration(source):
-    """The settings that `--env NAME` or `--config FILE` uses, with fewer environments and steps."""
-    from_file = isinstance(source, Path)
-    settings = load_settings(file=source) if from_file else load_settings(source)
+    """With fewer environments and steps."""
+    settings = load_settings(source) if source in GYMNAX else settings_of(source)
     validate(settings)
     config = settings.config
     small = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1}
     config = type(config)(**vars(config) | small | {"total_timesteps": 16})
-    state, metrics = jax.jit(make_train(config))(jax.random.key(0), settings.hyper)
+    train = jax.jit(make_train(config), compiler_options={"xla_backend_optimization_level": 0})
+    state, metrics = train(jax.random.key(0), settings.hyper)
     for leaf in jax.tree.leaves(state.params):
         assert np.isfinite(leaf).all()
     assert np.isfinite(metrics.policy_loss).all()

@@ -1,0 +1,82 @@
+"""Trainings by Brax's own PPO, run by `benchmarks.brax_ppo` in a process of its own.
+
+    python benchmarks/peer_brax.py SETTINGS SEED ...
+
+SETTINGS is JSON (see `Task` there). Prints a line of JSON for every seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+warnings.simplefilter("ignore")
+# Brax 0.14.2 still calls this; JAX 0.10 has removed it.
+jax.device_put_replicated = lambda x, devices: jax.tree.map(  # type: ignore[attr-defined]
+    lambda leaf: jnp.stack([leaf] * len(devices)), x
+)
+
+from brax import envs  # noqa: E402
+from brax.training.agents.ppo import networks, train  # noqa: E402
+
+
+def train_once(task: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Evaluations [[steps, return], ...], steps per second of all epochs but the first, seconds."""
+    evaluations, seconds = [], [0.0]
+
+    def progress(steps: int, metrics: dict[str, Any]) -> None:
+        evaluations.append([int(steps), float(metrics["eval/episode_reward"])])
+        seconds.append(float(metrics.get("training/walltime", 0.0)))
+
+    factory = functools.partial(
+        networks.make_ppo_networks,
+        policy_hidden_layer_sizes=tuple(task["policy_layers"]),
+        value_hidden_layer_sizes=tuple(task["value_layers"]),
+    )
+    started = time.perf_counter()
+    train.train(
+        environment=envs.get_environment(task["env"], backend=task["backend"]),
+        num_timesteps=task["steps"],
+        num_evals=task["evaluations"] + 1,
+        episode_length=1000,
+        num_envs=task["num_envs"],
+        unroll_length=task["unroll_length"],
+        batch_size=task["batch_size"],
+        num_minibatches=task["num_minibatches"],
+        num_updates_per_batch=task["updates"],
+        learning_rate=task["learning_rate"],
+        entropy_cost=task["ent_coef"],
+        discounting=task["gamma"],
+        reward_scaling=task["reward_scale"],
+        normalize_observations=True,
+        deterministic_eval=True,
+        num_eval_envs=128,
+        network_factory=factory,
+        seed=seed,
+        progress_fn=progress,
+    )
+    steps = evaluations[-1][0] - evaluations[1][0]
+    return {
+        "seed": seed,
+        "evaluations": evaluations[1:],
+        "steps_per_second": steps / (seconds[-1] - seconds[2]),
+        "wall_seconds": time.perf_counter() - started,
+    }
+
+
+def main() -> None:
+    """Trains once for every seed."""
+    task = json.loads(sys.argv[1])
+    for seed in sys.argv[2:]:
+        print(json.dumps(train_once(task, int(seed))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

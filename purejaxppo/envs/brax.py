@@ -1,0 +1,129 @@
+"""Brax's environments on each of its physics backends, and any of their style."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from purejaxppo.config import ConfigError, suggest
+from purejaxppo.envs.base import strong_types
+from purejaxppo.spaces import Box
+from purejaxppo.types import PyTree, TimeStep
+
+BACKENDS = ("spring", "positional", "generalized", "mjx")
+_GENERALIZED_ONLY = ("swimmer",)
+
+
+class BraxEnvironment:
+    """An environment with Brax's raw `reset` and `step`, as an `Environment`.
+
+    Args:
+        env: in Brax's style, without any wrapper. Actions lie in [-1, 1].
+        episode_length: time limit in steps of `env`.
+        action_repeat: steps of `env` that an action is held for, fewer where the episode ends. The
+            limit falls on a whole action, as in Brax.
+    """
+
+    may_truncate = False
+
+    def __init__(self, env: Any, episode_length: int = 1000, action_repeat: int = 1) -> None:
+        self._env, self._action_repeat = env, action_repeat
+        # Its own `observation_size` runs a reset, which takes many seconds.
+        with quietly():
+            self._obs = jax.eval_shape(env.reset, jax.random.key(0)).obs
+        if not hasattr(self._obs, "shape"):
+            raise ConfigError(f"observations {self._obs} are not one array, which is not supported")
+        self.observation_space = Box(-math.inf, math.inf, self._obs.shape)
+        self.action_space = Box(-1.0, 1.0, (env.action_size,))
+        self.max_episode_steps: int | None = -(-episode_length // action_repeat)
+
+    def reset(self, key: Array) -> tuple[PyTree, Array]:
+        """(state, obs) of a new episode; consumes key."""
+        with quietly():
+            state = self._env.reset(key)
+        return _bare(state), state.obs
+
+    def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
+        """One action, held for `action_repeat` steps or to the end of the episode."""
+        del key  # the physics is deterministic
+        zero = jnp.zeros(())
+        start = state.replace(obs=jnp.zeros_like(self._obs), reward=zero, done=zero)
+
+        def once(before: Any, _: None) -> tuple[Any, None]:
+            with quietly():
+                after = self._env.step(before.replace(metrics={}), action)
+            done = jnp.asarray(after.done, jnp.float32)
+            after = after.replace(metrics={}, reward=before.reward + after.reward, done=done)
+            after, ended = strong_types(after), before.done > 0
+            return jax.tree.map(lambda a, b: jnp.where(ended, a, b), before, after), None
+
+        if self._action_repeat == 1:
+            end, _ = once(start, None)
+        else:
+            end, _ = jax.lax.scan(once, start, length=self._action_repeat)
+        no_limit = jnp.zeros((), bool)  # Brax has none of its own
+        return _bare(end), TimeStep(end.obs, end.reward, end.done > 0, no_limit)
+
+
+def _bare(state: Any) -> Any:
+    """What of a state the next step reads; the rest would be carried and selected for nothing."""
+    return state.replace(obs=None, reward=None, done=None, metrics={})
+
+
+def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
+    """The environment `brax/<name>`.
+
+    Args:
+        env_args: backend, episode_length, action_repeat, and arguments of Brax's own constructor.
+
+    Raises:
+        ConfigError: an argument that none of them knows, or a backend that is not supported.
+    """
+    short = name.removeprefix("brax/")
+    supported = BACKENDS[2:3] if short in _GENERALIZED_ONLY else BACKENDS
+    backend = env_args.get("backend", supported[0])
+    if backend not in supported:
+        raise ConfigError(
+            f"--backend {backend}: {name} runs on {', '.join(supported)}"
+            f"{suggest(str(backend), supported)}"
+        )
+    arguments = env_args | {"backend": backend}
+    wrapping = {k: arguments.pop(k) for k in ("episode_length", "action_repeat") if k in env_args}
+    check_positive(wrapping)
+    with quietly():
+        import brax.envs
+
+        factory = brax.envs._envs[short]
+        known = {p for p in inspect.signature(factory).parameters if p != "kwargs"}
+        known |= {"backend", "episode_length", "action_repeat", "n_frames", "debug"}
+        for argument in arguments:
+            if argument not in known:
+                raise ConfigError(
+                    f"--env-args: {name} has no argument {argument!r}{suggest(argument, known)} "
+                    f"(it has {', '.join(sorted(known))})"
+                )
+        return BraxEnvironment(factory(**arguments), **wrapping)
+
+
+def check_positive(counts: dict[str, Any]) -> None:
+    """Raises ConfigError unless all are whole numbers of at least 1."""
+    for argument, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"--env-args {argument}={value}: must be a whole number, at least 1")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without the libraries' word on what else could be installed or is deprecated."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

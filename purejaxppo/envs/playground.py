@@ -1,0 +1,51 @@
+"""MuJoCo Playground (the extra `playground`), whose environments have Brax's style."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from typing import Any
+
+from purejaxppo.config import ConfigError, suggest
+from purejaxppo.envs.brax import BraxEnvironment, check_positive, quietly
+
+
+def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
+    """The environment `playground/<name>`, by MuJoCo in JAX (`impl: jax`).
+
+    Args:
+        env_args: entries of Playground's own configuration, episode_length and action_repeat among
+            them.
+
+    Raises:
+        ConfigError: the package is not installed, an argument that the configuration does not have,
+            or assets that cannot be downloaded.
+    """
+    short = name.removeprefix("playground/")
+    with quietly(), contextlib.redirect_stderr(None):
+        try:
+            from mujoco_playground import registry  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ConfigError(
+                f"{name} needs MuJoCo Playground: pip install 'purejaxppo[playground]'"
+            ) from None
+        if short not in registry.ALL_ENVS:
+            raise ConfigError(
+                f"unknown environment {name!r}{suggest(short, registry.ALL_ENVS, most=3)}"
+            )
+        try:
+            config = registry.get_default_config(short)
+            for argument in env_args:
+                if argument not in config:
+                    raise ConfigError(
+                        f"--env-args: {name} has no argument {argument!r}"
+                        f"{suggest(argument, config)} (it has {', '.join(sorted(config))})"
+                    )
+            env = registry.load(short, config_overrides={"impl": "jax"} | env_args)
+        except (subprocess.CalledProcessError, OSError) as error:
+            raise ConfigError(f"{name} downloads its assets, and that failed: {error}") from None
+        wrapping = {k: config[k] for k in ("episode_length", "action_repeat")} | {
+            k: env_args[k] for k in ("episode_length", "action_repeat") if k in env_args
+        }
+        check_positive(wrapping)
+        return BraxEnvironment(env, **wrapping)
