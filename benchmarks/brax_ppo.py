@@ -88,8 +88,8 @@ TASKS = [
     Task("inverted_pendulum", 2_000_000, gamma=0.995),
     Task("inverted_double_pendulum", 2_000_000, gamma=0.99, reward_scale=0.1),
     Task("reacher", 2_000_000, gamma=0.95, reward_scale=5.0, ent_coef=1e-3),
-    Task("hopper", 2_000_000, gamma=0.99),
-    Task("walker2d", 2_000_000, gamma=0.99),
+    Task("hopper", 1_000_000, gamma=0.99, ent_coef=0.01),
+    Task("walker2d", 1_000_000, gamma=0.99, ent_coef=0.01),
 ]
 
 

@@ -39,6 +39,9 @@ def test_shipped_file_is_valid_and_says_only_what_differs(path):
 
 
 def test_shipped_files_are_found_by_environment():
+    brax = config_directory() / "brax"
+    assert shipped_config("brax/ant", "generalized") == brax / "ant-generalized.yaml"
+    assert shipped_config("brax/ant", "mjx") == shipped_config("brax/ant") == brax / "ant.yaml"
     assert shipped_config("CartPole-v1") == config_directory() / "gymnax" / "CartPole-v1.yaml"
     assert shipped_config("my_module:MyEnv") is None
 
@@ -172,3 +175,14 @@ def test_suggestions_ignore_case():
 def test_iterations_are_rounded_up():
     config = Config(total_timesteps=1001, num_envs=4, num_steps=25)
     assert (config.batch_size, config.iterations) == (100, 11)
+
+
+def test_shipped_settings_are_used_for_their_backend_only():
+    published = load_settings("brax/ant").config
+    assert (published.backend, published.num_envs, published.pool_size) == ("positional", 4096, 1)
+    other = load_settings("brax/ant", backend="generalized").config
+    assert (other.backend, other.num_envs) == ("generalized", 64)
+    # None are known for this one: what all of Brax starts from.
+    unknown = load_settings("brax/ant", backend="mjx").config
+    assert (unknown.backend, unknown.num_envs) == ("mjx", Config.num_envs)
+    assert unknown.normalize_observations

@@ -185,6 +185,40 @@ def test_rewards_are_scaled_by_the_return_statistics_that_acted():
     np.testing.assert_allclose(scaled, expected, rtol=0, atol=1e-5)
 
 
+def test_rewards_are_multiplied_for_learning_and_scores_are_not():
+    setup, state, hyper = setup_and_state(Clock(3))
+    state, data = rollout(setup, state, jax.random.key(0))
+    steps, hyper = data.transitions, hyper.replace(gamma=jnp.zeros(()))
+    for scale in (0.1, 5.0):
+        scaled = advantages(setup, state, data, hyper.replace(reward_scale=jnp.float32(scale)))
+        np.testing.assert_allclose(scaled, scale * steps.reward - steps.value, rtol=0, atol=1e-4)
+    ended = np.asarray(data.episodes.ended)[2]
+    np.testing.assert_allclose(
+        np.asarray(data.episodes.score)[2][ended], steps.reward[:3].sum(0)[ended], rtol=1e-6
+    )
+
+
+def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
+    setup, state, hyper = setup_and_state(Clock(3), minibatches="sequences", update_epochs=3)
+    draws = ppo.draw(setup, jax.random.key(0))
+    assert draws.order.shape == (3, 8)
+    state, data = ppo.rollout(setup, state, draws)
+    picked = []
+
+    def record(setup, state, samples, hyper, remaining, learner, index):
+        return learner, index
+
+    monkeypatch.setattr(ppo, "_update_minibatch", record)
+    _, picked = ppo.update(setup, state, data, data.transitions.value, hyper, 1.0, draws.order)
+    assert picked.shape == (3 * 2, 8 * 4)  # T = 8 steps of 4 environments each
+    for minibatch in np.asarray(picked):
+        steps, environments = np.divmod(minibatch.reshape(8, 4), 8)
+        np.testing.assert_array_equal(steps, np.tile(np.arange(8)[:, None], 4))
+        np.testing.assert_array_equal(environments, np.tile(environments[0], (8, 1)))
+    for epoch in np.asarray(picked).reshape(3, -1):
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(64))
+
+
 def test_the_return_trace_follows_the_gamma_of_the_run():
     setup, state, hyper = setup_and_state(Poisoned(), Hyper(gamma=0.5), **NORMALIZED)
     acted, data = rollout(setup, state, jax.random.key(0))
@@ -413,7 +447,7 @@ def test_target_kl_stops_the_rest_of_the_iteration(experience):
     np.testing.assert_array_equal(metrics.applied, np.arange(8) < stop)
     # It stays stopped, though a later minibatch alone would have been within the target.
     assert np.any(metrics.losses.approx_kl[stop:] < target)
-    summary = ppo.summarize(state, data, advantage, metrics)
+    summary = ppo.summarize(state, data, advantage, metrics, hyper)
     applied = [history[i + 1] for i in range(stop)]
     for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"):
         mean = np.mean([getattr(losses, name) for _, _, losses, _ in applied])
@@ -633,7 +667,7 @@ def test_orders_put_every_sample_anywhere(size):
     assert pairs == pytest.approx(1 / size, rel=0.1)
 
 
-def summary_of(value, advantage, ended=False, return_stats=None, valid=True):
+def summary_of(value, advantage, ended=False, return_stats=None, valid=True, reward_scale=1.0):
     """The metrics of a rollout [T, N] of which only these are known."""
     value, advantage = jnp.float32(value), jnp.float32(advantage)
     shape = value.shape
@@ -658,7 +692,8 @@ def summary_of(value, advantage, ended=False, return_stats=None, valid=True):
     setup = make_setup(Config(**SMALL), TimeLimit())
     state = jax.eval_shape(lambda key: ppo.init(setup, key, Hyper()), jax.random.key(0))
     state = state.replace(return_stats=return_stats)
-    return ppo.summarize(state, Rollout(steps, episodes, zeros[:0]), advantage, updates)
+    hyper = Hyper(reward_scale=reward_scale)
+    return ppo.summarize(state, Rollout(steps, episodes, zeros[:0]), advantage, updates, hyper)
 
 
 def test_episodes_are_averaged_over_those_that_ended():
@@ -677,6 +712,8 @@ def test_values_are_reported_in_units_of_the_environment():
     scaled = summary_of(value, value, return_stats=stats.ReturnStats(moments, None), valid=valid)
     np.testing.assert_allclose(scaled.value_mean, 4 * 2.0, rtol=1e-6)
     np.testing.assert_allclose(summary_of(value, value, valid=valid).value_mean, 2.0, rtol=1e-6)
+    tenfold = summary_of(value, value, valid=valid, reward_scale=10.0)
+    np.testing.assert_allclose(tenfold.value_mean, 0.2, rtol=1e-6)
     assert scaled.invalid_steps == 1
 
 

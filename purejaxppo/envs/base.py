@@ -59,7 +59,7 @@ class VectorEnvironment(Described, Protocol):
         ...
 
     def begin_rollout(self, key: Array, state: Any) -> Any:
-        """Draws what a rollout needs, such as start states."""
+        """Draws what a rollout needs, such as start states; an evaluation steps without it."""
         ...
 
     def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep, Episode]:

@@ -145,14 +145,6 @@ def settings_of(path):
     return load_settings(suite + name, backend=backend or None)
 
 
-@pytest.mark.parametrize("path", SHIPPED)
-def test_shipped_configuration_is_valid(path):
-    if Path(path).stem != "defaults":
-        settings = settings_of(path)
-        validate(settings)
-        assert settings != load_settings(settings.config.env + "?")
-
-
 TRAINED = [*GYMNAX, *(path for path in SHIPPED if "/gymnax/" not in path)]
 
 

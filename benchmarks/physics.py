@@ -1,0 +1,126 @@
+"""How much of a rollout is physics, and what fresh start states cost.
+
+    python -m benchmarks.physics
+    python -m benchmarks.physics --env hopper --backend spring --num-envs 256
+
+Steps per second of the same number of steps by bare physics with random actions and no resets, by
+the trainer's rollout, and by a rollout whose episodes replay their first states, as with Brax's
+wrapper. Alternating; nothing else should be running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from purejaxppo import envs, ppo
+from purejaxppo.agent import make_agent
+from purejaxppo.config import load_settings
+from purejaxppo.envs.base import Vectorized
+from purejaxppo.train import as_arrays
+
+RESULT = Path(__file__).parent / "results" / "physics.md"
+
+
+class Replayed(Vectorized):
+    """Episodes begin again where they first began."""
+
+    def begin_rollout(self, key: jax.Array, state: Any) -> Any:
+        return state
+
+
+def compiled(function: Any, *arguments: Any) -> tuple[Any, float]:
+    """The program, as the trainer compiles it, and the seconds that took."""
+    options: dict[str, Any] = {}
+    if jax.default_backend() == "cpu":
+        options["compiler_options"] = {"xla_backend_optimization_level": 1}
+    started = time.perf_counter()
+    program = jax.jit(function, **options).lower(*arguments).compile()
+    return program, time.perf_counter() - started
+
+
+def programs(name: str, backend: str, num_envs: int, num_steps: int) -> dict[str, Any]:
+    """Name -> (program, its arguments, seconds to compile)."""
+    settings = load_settings(f"brax/{name}", backend=backend)
+    config = replace(settings.config, num_envs=num_envs, num_steps=num_steps, num_minibatches=1)
+    env = envs.make(config.env, config.env_options)
+    agent = make_agent(config, env.observation_space, env.action_space)
+    hyper, key = as_arrays(settings.hyper), jax.random.key(0)
+
+    def bare(state: Any, key: jax.Array) -> Any:
+        shape = (num_steps, num_envs, *env.action_space.shape)
+        actions = jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
+        keys = jax.random.split(key, num_envs)
+
+        def step(state: Any, action: jax.Array) -> Any:
+            state, timestep = jax.vmap(env.step)(keys, state, action)
+            return state, (timestep.obs, timestep.reward)
+
+        return jax.lax.scan(step, state, actions)
+
+    found = {}
+    for label, kind in (("rollout", Vectorized), ("replayed", Replayed)):
+        setup = ppo.Setup(config, kind(env, num_envs, pool_size=1), agent)
+        state = jax.jit(lambda k, s=setup: ppo.init(s, k, hyper))(key)
+        if label == "rollout":
+            arguments = state.env_state.env, key
+            found["physics"] = (*compiled(bare, *arguments), arguments)
+        run = lambda state, key, s=setup: ppo.rollout(s, state, ppo.draw(s, key))  # noqa: E731
+        found[label] = (*compiled(run, state, key), (state, key))
+    return found
+
+
+def main() -> None:
+    """Measures and writes `results/physics.md`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--env", default="ant")
+    parser.add_argument("--backend", default="spring")
+    parser.add_argument("--num-envs", type=int, default=256)
+    parser.add_argument("--num-steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=7)
+    given = parser.parse_args()
+    found = programs(given.env, given.backend, given.num_envs, given.num_steps)
+    speeds: dict[str, list[float]] = {name: [] for name in found}
+    for repeat in range(given.repeats + 1):
+        for name, (program, _, arguments) in found.items():
+            started = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            if repeat:
+                seconds = time.perf_counter() - started
+                speeds[name].append(given.num_envs * given.num_steps / seconds)
+    device = jax.devices()[0]
+    lines = [
+        f"# Physics and rollout: {given.env}, {given.backend}, {given.num_envs} environments",
+        "",
+        f"Made by `python -m benchmarks.physics`: {given.num_steps} steps, {given.repeats} "
+        f"alternating repeats, medians. {device.device_kind} ({device.platform}), "
+        f"jax {jax.__version__}.",
+        "",
+        "| | steps/s | range | of bare physics | compiles in |",
+        "|---|---|---|---|---|",
+    ]
+    texts = {
+        "physics": "bare physics, random actions, no resets",
+        "rollout": "rollout of the trainer, fresh start states",
+        "replayed": "rollout, first states replayed",
+    }
+    for name, text in texts.items():
+        values = speeds[name]
+        ratio = statistics.median(a / b for a, b in zip(values, speeds["physics"], strict=True))
+        lines.append(
+            f"| {text} | {statistics.median(values):,.0f} | {min(values):,.0f} ... "
+            f"{max(values):,.0f} | {ratio:.2f} | {found[name][1]:.0f} s |"
+        )
+    text = "\n".join(lines) + "\n"
+    RESULT.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
