@@ -1,7 +1,7 @@
 """How much of a rollout is physics, and what fresh start states cost.
 
     python -m benchmarks.physics
-    python -m benchmarks.physics --env hopper --backend spring --num-envs 256
+    python -m benchmarks.physics --env halfcheetah --backend generalized --num-envs 64
 
 Steps per second of the same number of steps by bare physics with random actions and no resets, by
 the trainer's rollout, and by a rollout whose episodes replay their first states, as with Brax's
@@ -26,6 +26,11 @@ from purejaxppo.envs.base import Vectorized
 from purejaxppo.train import as_arrays
 
 RESULT = Path(__file__).parent / "results" / "physics.md"
+TEXTS = {
+    "physics": "bare physics, random actions, no resets",
+    "rollout": "rollout of the trainer, fresh start states",
+    "replayed": "rollout, first states replayed",
+}
 
 
 class Replayed(Vectorized):
@@ -76,48 +81,49 @@ def programs(name: str, backend: str, num_envs: int, num_steps: int) -> dict[str
     return found
 
 
-def main() -> None:
-    """Measures and writes `results/physics.md`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--env", default="ant")
-    parser.add_argument("--backend", default="spring")
-    parser.add_argument("--num-envs", type=int, default=256)
-    parser.add_argument("--num-steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=7)
-    given = parser.parse_args()
-    found = programs(given.env, given.backend, given.num_envs, given.num_steps)
-    speeds: dict[str, list[float]] = {name: [] for name in found}
+def measure(given: argparse.Namespace, name: str) -> str:
+    """The table of one environment."""
+    found = programs(name, given.backend, given.num_envs, given.num_steps)
+    speeds: dict[str, list[float]] = {label: [] for label in found}
     for repeat in range(given.repeats + 1):
-        for name, (program, _, arguments) in found.items():
+        for label, (program, _, arguments) in found.items():
             started = time.perf_counter()
             jax.block_until_ready(program(*arguments))
             if repeat:
                 seconds = time.perf_counter() - started
-                speeds[name].append(given.num_envs * given.num_steps / seconds)
-    device = jax.devices()[0]
+                speeds[label].append(given.num_envs * given.num_steps / seconds)
     lines = [
-        f"# Physics and rollout: {given.env}, {given.backend}, {given.num_envs} environments",
-        "",
-        f"Made by `python -m benchmarks.physics`: {given.num_steps} steps, {given.repeats} "
-        f"alternating repeats, medians. {device.device_kind} ({device.platform}), "
-        f"jax {jax.__version__}.",
+        f"## {name}, {given.backend}, {given.num_envs} environments, {given.num_steps} steps",
         "",
         "| | steps/s | range | of bare physics | compiles in |",
         "|---|---|---|---|---|",
     ]
-    texts = {
-        "physics": "bare physics, random actions, no resets",
-        "rollout": "rollout of the trainer, fresh start states",
-        "replayed": "rollout, first states replayed",
-    }
-    for name, text in texts.items():
-        values = speeds[name]
-        ratio = statistics.median(a / b for a, b in zip(values, speeds["physics"], strict=True))
+    for label, text in TEXTS.items():
+        values, physics = speeds[label], speeds["physics"]
+        ratio = statistics.median(a / b for a, b in zip(values, physics, strict=True))
         lines.append(
             f"| {text} | {statistics.median(values):,.0f} | {min(values):,.0f} ... "
-            f"{max(values):,.0f} | {ratio:.2f} | {found[name][1]:.0f} s |"
+            f"{max(values):,.0f} | {ratio:.2f} | {found[label][1]:.0f} s |"
         )
-    text = "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measures and writes `results/physics.md`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--env", action="append", help="may be repeated; ant and hopper by default")
+    parser.add_argument("--backend", default="spring")
+    parser.add_argument("--num-envs", type=int, default=256)
+    parser.add_argument("--num-steps", type=int, default=80)
+    parser.add_argument("--repeats", type=int, default=7)
+    given = parser.parse_args()
+    device = jax.devices()[0]
+    head = (
+        "# Physics and rollout\n\nMade by `python -m benchmarks.physics`: "
+        f"{given.repeats} alternating repeats, medians. {device.device_kind} ({device.platform}), "
+        f"jax {jax.__version__}."
+    )
+    text = "\n\n".join([head, *(measure(given, name) for name in given.env or ("ant", "hopper"))])
     RESULT.write_text(text)
     print(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib.metadata
 import math
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,8 +66,10 @@ def _train(settings: Settings) -> int:
             f"{env.action_space}"
         )
     eval_env = Vectorized(env, max(settings.run.eval_episodes, 1), pool_size=1)
-    run_dir = _make_run_dir(settings)
     plan = make_plan(settings.run.num_seeds, settings.run.runs_per_block)
+    # The block fixes the arithmetic, so it is written down even where it was not asked for.
+    planned = dataclasses.replace(settings.run, runs_per_block=plan.block)
+    run_dir = _make_run_dir(dataclasses.replace(settings, run=planned))
     display = Display(settings.config.iterations * settings.config.batch_size)
     training = _Training(settings, Trainer(setup, plan, eval_env), run_dir, display)
     display.header(_header(settings, setup, plan, run_dir, training.num_params()))
@@ -117,7 +121,8 @@ def _header(
     if config.reset_mode == "pool":
         size = min(config.pool_size, config.num_steps)
         resets = (
-            f"from a pool of {size} start states for each environment, drawn anew for every rollout"
+            f"from a pool of {size} start state{'s'[: size > 1]} for each environment, drawn anew for "
+            "every rollout"
         )
     device = jax.devices()[0]
     last = f" ... {run.seed + run.num_seeds - 1}" if run.num_seeds > 1 else ""
@@ -197,11 +202,18 @@ class _Training:
     def _compile(self) -> None:
         run = self.settings.run
         started = time.monotonic()
-        self.states = self.trainer.init(*self.start)
-        shared = (np.int32(1), np.float32(1))
-        self._chunk = self.trainer.chunk.lower(self.states, self.hypers, shared).compile()
+        trainer, shared = self.trainer, (np.int32(1), np.float32(1))
+        states = trainer.sharded_like(jax.eval_shape(trainer.init, *self.start))
+        programs = [
+            trainer.init.lower(*self.start),
+            trainer.chunk.lower(states, self.hypers, shared),
+        ]
         if run.eval_episodes:
-            self._evaluate = self.trainer.evaluate.lower(self.states, self.hypers, ()).compile()
+            programs.append(trainer.evaluate.lower(states, self.hypers, ()))
+        with ThreadPoolExecutor() as threads:  # XLA compiles without Python's lock
+            init, self._chunk, *rest = threads.map(lambda program: program.compile(), programs)
+        self._evaluate = rest[0] if rest else None
+        self.states = init(*self.start)
         self.compile_seconds = time.monotonic() - started
         gc.freeze()
         gc.enable()
@@ -225,6 +237,9 @@ class _Training:
             count = max(1, int(_CHUNK_SECONDS * count / seconds))
             if run.eval_episodes and self.iteration == until and not self.interrupted:
                 self._evaluate_now()
+        # What the last update did shows in no loss.
+        for leaf in jax.tree.leaves(self.trainer.fetch(self.states.params)):
+            self.diverged |= ~np.isfinite(leaf).reshape(len(leaf), -1).all(axis=1)
 
     def _train_chunk(self, count: int) -> float:
         """`count` iterations; returns the seconds they took."""
@@ -253,6 +268,7 @@ class _Training:
         return steps / max(self.seconds, 1e-9)
 
     def _evaluate_now(self) -> None:
+        assert self._evaluate is not None
         episodes = self.trainer.fetch(self._evaluate(self.states, self.hypers, ()))
         env_steps = self.iteration * self.settings.config.batch_size
         self.evaluations.add(episodes, self.iteration, env_steps)

@@ -112,6 +112,7 @@ class Trainer:
     def __init__(self, setup: ppo.Setup, plan: Plan, eval_env: VectorEnvironment | None = None):
         self.setup, self.plan = setup, plan
         self._mesh = Mesh(np.array(jax.devices()[: plan.num_devices]), ("runs",))
+        self._by_run = NamedSharding(self._mesh, PartitionSpec("runs"))
         self.init = self._map(functools.partial(_init, setup), effort=0)
         self.chunk = self._map(functools.partial(_chunk, setup), donate_argnums=0)
         self.evaluate = self._map(functools.partial(_evaluate, setup, eval_env or setup.env))
@@ -120,7 +121,13 @@ class Trainer:
         """Host arrays [num_runs, ...] as device arrays [padded, ...]."""
         extra = self.plan.padded - self.plan.num_runs
         padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], extra, 0)]), runs)
-        return jax.device_put(padded, NamedSharding(self._mesh, PartitionSpec("runs")))
+        return jax.device_put(padded, self._by_run)
+
+    def sharded_like(self, shapes: PyTree) -> PyTree:
+        """Shapes of device arrays [padded, ...], with the sharding that these have."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._by_run), shapes
+        )
 
     def fetch(self, runs: PyTree) -> PyTree:
         """Device arrays [padded, ...] as host arrays [num_runs, ...]."""

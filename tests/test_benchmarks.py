@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks import learning, optima
+from benchmarks import brax_ppo, learning, optima
 from benchmarks.targets import SUITES, Target
-from purejaxppo import envs
+from purejaxppo import cli, envs
+from purejaxppo.config import load_settings, shipped_config, validate
 
 
 def test_bars():
@@ -25,6 +26,43 @@ def test_suite_has_every_environment_it_should():
         for name in envs.list_environments()
         if not any(part in name for part in ("MinAtar", "MNIST", "test", "/"))
     }
+
+
+def test_brax_gets_what_we_get():
+    for task in brax_ppo.TASKS:
+        settings = cli.parse(task.options())
+        validate(settings)
+        config, hyper = settings.config, settings.hyper
+        samples = task.batch_size * task.num_minibatches * task.unroll_length
+        assert (config.env, config.backend) == (f"brax/{task.env}", "spring")
+        assert (config.batch_size, config.num_minibatches) == (samples, task.num_minibatches)
+        assert (config.policy_layers, config.torso_layers) == (task.policy_layers, ())
+        assert (hyper.gamma, hyper.reward_scale) == (task.gamma, task.reward_scale)
+        assert config.normalize_observations
+        assert not config.anneal_learning_rate
+        if shipped_config(config.env):  # which says that it was measured there
+            shipped = load_settings(config.env)
+            assert (shipped.hyper, shipped.config.env_args) == (hyper, ())
+            assert shipped.config == config
+
+
+@pytest.mark.parametrize(("advantage", "verdict"), [(0.0, "yes"), (-4.0, "yes"), (-6.0, "**no**")])
+def test_at_or_above_brax_allows_a_twentieth(advantage, verdict):
+    returns = [90.0, 100.0, 110.0]
+    alone = {"steps_per_second": 3000.0, "compile_seconds": 9.0, "wall_seconds": 10.0}
+    result = {
+        "task": {"env": "hopper", "steps": 1000},
+        "ours": alone | {"evaluations": [[1000, [r + advantage for r in returns]]]},
+        "ours_alone": alone,
+        "brax": [
+            {"evaluations": [[1000, r]], "steps_per_second": 1000.0, "wall_seconds": 20.0}
+            for r in returns
+        ],
+    }
+    assert brax_ppo.difference_row(result).endswith(f"| {verdict} |")
+    assert "| 3,000 | 3,000 | 1,000 | 3.00 | 3.00 |" in brax_ppo.steady_row(result)
+    # One run in half of Brax's time, or three in that time, which is a sixth.
+    assert "| 100 | 300 | 50 | 2.00 | 6.00 | 9 s |" in brax_ppo.end_to_end_row(result)
 
 
 def test_frozen_lake_optimum_without_a_time_limit():

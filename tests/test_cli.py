@@ -108,6 +108,7 @@ def test_summary(finished):
 def test_config_runs_again_to_the_same_result(finished, tmp_path):
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert (config["env"], config["seed"], config["total_timesteps"]) == ("CartPole-v1", 5, 340)
+    assert config["runs_per_block"] == 1  # two runs on two devices
     again = tmp_path / "again"
     arguments = ["--config", str(finished / "config.yaml"), "--run-dir", str(again)]
     assert cli.train_command(arguments) == 0
@@ -214,6 +215,18 @@ def test_all_runs_diverged(tmp_path, capsys):
     assert status == 1
     assert json.loads((path / "summary.json").read_text())["diverged_runs"] == [0]
     assert "diverged: the run with seed 0" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):
+    """Its losses were taken before."""
+    path = tmp_path / "run"
+    status = train(
+        "--total-timesteps", "32", "--num-minibatches", "1", "--update-epochs", "1",
+        "--learning-rate", "1e39", "--run-dir", str(path), "--eval-episodes", "0",
+    )  # fmt: skip
+    assert status == 1
+    assert np.isfinite(float(rows(path / "metrics.csv")[0]["policy_loss"]))
+    assert json.loads((path / "summary.json").read_text())["diverged_runs"] == [0]
 
 
 def test_help_is_grouped(capsys):
