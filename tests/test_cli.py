@@ -222,7 +222,7 @@ def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):
     path = tmp_path / "run"
     status = train(
         "--total-timesteps", "32", "--num-minibatches", "1", "--update-epochs", "1",
-        "--learning-rate", "1e39", "--run-dir", str(path), "--eval-episodes", "0",
+        "--learning-rate", "inf", "--run-dir", str(path), "--eval-episodes", "0",
     )  # fmt: skip
     assert status == 1
     assert np.isfinite(float(rows(path / "metrics.csv")[0]["policy_loss"]))
