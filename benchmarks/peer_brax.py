@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ def train_once(task: dict[str, Any], seed: int) -> dict[str, Any]:
     """
     evaluations, speeds = [], []
 
-    def progress(steps: int, metrics: dict[str, Any]) -> None:
+    def progress(steps: int, metrics: Mapping[str, Any]) -> None:
         evaluations.append([int(steps), float(metrics["eval/episode_reward"])])
         speeds.append(float(metrics.get("training/sps", 0.0)))
 
