@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 from typing import Any
 
@@ -22,7 +21,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
             or assets that cannot be downloaded.
     """
     short = name.removeprefix("playground/")
-    with quietly(), contextlib.redirect_stderr(None):
+    with quietly():
         try:
             from mujoco_playground import registry  # pyright: ignore[reportMissingImports]
         except ImportError:
