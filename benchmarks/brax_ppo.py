@@ -93,12 +93,12 @@ TASKS = [
 ]
 
 
-def ours(task: Task, num_seeds: int, *options: str) -> dict[str, Any]:
+def ours(task: Task, num_seeds: int) -> dict[str, Any]:
     """Evaluations [steps, returns of the seeds] and speed of one command."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [sys.executable, "-m", "purejaxppo.run", *task.options()]
-        command += ["--seed", str(FIRST_SEED), "--num-seeds", str(num_seeds), *options]
+        command += ["--seed", str(FIRST_SEED), "--num-seeds", str(num_seeds)]
         command += ["--eval-every", str(task.steps // task.evaluations)]
         command += ["--run-dir", str(run_dir), "--no-compilation-cache"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -40,9 +40,9 @@ class AgentOutput(struct.PyTreeNode):
 
 
 class OptState(struct.PyTreeNode):
-    """Adam's moments [P], and the factor on the learning rates where it adapts to the KL divergence."""
+    """Adam's moments, and the factor on the learning rates where it adapts to the KL divergence."""
 
-    adam: optax.OptState
+    adam: optax.OptState  # moments [P], of all parameters in one vector
     adaptive_scale: Array | None  # []
 
 

@@ -188,15 +188,18 @@ def load_settings(
 
 def shipped_config(env: str, backend: str | None = None) -> Path | None:
     """The shipped settings of an environment, if there are any: for a backend of its own, or any."""
-    suite, _, name = env.rpartition("/")
-    directory = config_directory() / (suite or "gymnax")
+    directory, name = _suite_directory(env), env.rpartition("/")[2]
     paths = directory / f"{name}-{backend}.yaml", directory / f"{name}.yaml"
     return next((path for path in paths if path.is_file()), None)
 
 
+def _suite_directory(env: str) -> Path:
+    return config_directory() / (env.rpartition("/")[0] or "gymnax")
+
+
 def _shipped_values(env: str, backend: str | None) -> dict[str, Any]:
     """What defaults.yaml of the suite says, and over it what is shipped for the environment."""
-    common = config_directory() / env.rpartition("/")[0] / "defaults.yaml"
+    common = _suite_directory(env) / "defaults.yaml"
     values = _read_yaml(common) if common.is_file() else {}
     path = shipped_config(env, backend)
     own = _read_yaml(path) if path is not None else {}
@@ -279,6 +282,17 @@ def suggest(name: str, known: Iterable[str], most: int = 1) -> str:
     return f"; did you mean {' or '.join(lowered[n] for n in near)}?" if near else ""
 
 
+def check_arguments(env: str, arguments: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for the first of an environment's arguments that is not known."""
+    known = sorted(known)
+    for argument in arguments:
+        if argument not in known:
+            raise ConfigError(
+                f"--env-args: {env} has no argument {argument!r}{suggest(argument, known)} "
+                f"(it has {', '.join(known)})"
+            )
+
+
 def validate(settings: Settings) -> None:
     """Raises ConfigError for a value out of range or a combination that makes no sense."""
     config, hyper, run = settings.config, settings.hyper, settings.run
@@ -296,11 +310,6 @@ def validate(settings: Settings) -> None:
         _require(all(w >= 1 for w in widths), name, widths, "widths of at least 1")
     if config.activation not in ACTIVATIONS:
         _require(False, "activation", config.activation, f"one of {', '.join(ACTIVATIONS)}")
-    if config.batch_size % config.num_minibatches:
-        raise ConfigError(
-            f"--num-envs {config.num_envs} * --num-steps {config.num_steps} = {config.batch_size} "
-            f"is not divisible by --num-minibatches {config.num_minibatches}"
-        )
     for name in ("gamma", "gae_lambda"):
         _require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
     for name in ("ent_coef", "vf_coef"):
@@ -308,11 +317,30 @@ def validate(settings: Settings) -> None:
         _require(0 <= value < math.inf, name, value, "at least 0")
     _require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
     for name in (
-        "learning_rate", "critic_learning_rate", "reward_scale", "clip_eps", "value_clip_eps", "max_grad_norm",
-        "adam_eps", "target_kl", "desired_kl",
+        "learning_rate", "critic_learning_rate", "reward_scale", "clip_eps", "value_clip_eps",
+        "max_grad_norm", "adam_eps", "target_kl", "desired_kl",
     ):  # fmt: skip
         value = getattr(hyper, name)
         _require(value is None or value > 0, name, value, "above 0")
+    for name in ("seed", "eval_episodes", "metrics_rows"):
+        _require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
+    _require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
+    _require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
+    _require(
+        run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
+    )
+    block = run.runs_per_block
+    _require(block is None or block >= 1, "runs_per_block", block, "at least 1")
+    _validate_together(config, hyper, run)
+
+
+def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
+    """Raises ConfigError for options, each in its range, that do not go together."""
+    if config.batch_size % config.num_minibatches:
+        raise ConfigError(
+            f"--num-envs {config.num_envs} * --num-steps {config.num_steps} = {config.batch_size} "
+            f"is not divisible by --num-minibatches {config.num_minibatches}"
+        )
     if config.minibatches == "sequences" and config.num_envs % config.num_minibatches:
         raise ConfigError(
             f"--num-envs {config.num_envs} is not divisible by --num-minibatches "
@@ -333,15 +361,6 @@ def validate(settings: Settings) -> None:
         )
     if run.eval_every is not None and not run.eval_episodes:
         raise ConfigError(f"--eval-every {run.eval_every}: there are no --eval-episodes")
-    for name in ("seed", "eval_episodes", "metrics_rows"):
-        _require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
-    _require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
-    _require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
-    _require(
-        run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
-    )
-    block = run.runs_per_block
-    _require(block is None or block >= 1, "runs_per_block", block, "at least 1")
 
 
 def _require(holds: bool, name: str, value: Any, allowed: str) -> None:

@@ -145,14 +145,13 @@ def draw(setup: Setup, key: Array) -> Draws:
     """
     config, env, _ = setup
     width = jax.random.key_data(key).size  # words of a key
+    items = env.num_envs if config.minibatches == "sequences" else config.batch_size
     shapes = [
         (width,),
         (config.num_steps, env.num_envs, width),
         (config.num_steps, env.num_envs, noise_size(env.action_space)),
-        (config.update_epochs, config.batch_size),
+        (config.update_epochs, items),
     ]
-    if config.minibatches == "sequences":
-        shapes[-1] = (config.update_epochs, env.num_envs)
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     parts = jnp.split(jax.random.bits(key, (ends[-1],)), ends[:-1])
     pool, steps, noise, order = (x.reshape(s) for x, s in zip(parts, shapes, strict=True))

@@ -83,11 +83,13 @@ _PLAYGROUND = [  # its dm_control suite, which needs no download
     "WalkerWalk",
 ]
 
+_PLAYGROUND_MODULE = "purejaxppo.envs.playground"
+
 # Name -> the suite's module, imported when one of its environments is asked for, or a factory.
 _REGISTRY: dict[str, str | Factory] = {
     **dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax"),
     **dict.fromkeys((f"brax/{name}" for name in _BRAX), "purejaxppo.envs.brax"),
-    **dict.fromkeys((f"playground/{name}" for name in _PLAYGROUND), "purejaxppo.envs.playground"),
+    **dict.fromkeys((f"playground/{name}" for name in _PLAYGROUND), _PLAYGROUND_MODULE),
 }
 
 
@@ -127,7 +129,7 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     arguments, name = dict(env_args or {}), full_name(name)
     entry = _REGISTRY.get(name)
     if entry is None and name.startswith("playground/"):
-        entry = _REGISTRY["playground/CartpoleBalance"]  # knows which of the rest can be had
+        entry = _PLAYGROUND_MODULE  # which knows its environments that have to be downloaded
     if entry is None and ":" in name:
         entry = _import(name)
     if entry is None:

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from purejaxppo.config import ConfigError, suggest
+from purejaxppo.config import ConfigError, check_arguments, suggest
 from purejaxppo.envs.base import strong_types
 from purejaxppo.spaces import Box
 from purejaxppo.types import PyTree, TimeStep
 
 BACKENDS = ("spring", "positional", "generalized", "mjx")
-_GENERALIZED_ONLY = ("swimmer",)
+_SUPPORTED = {"brax/swimmer": ("generalized",)}  # where not all
 
 
 class BraxEnvironment:
@@ -79,6 +79,11 @@ def _bare(state: Any) -> Any:
     return state.replace(obs=None, reward=None, done=None, metrics={})
 
 
+def backends(name: str) -> tuple[str, ...]:
+    """What the environment `brax/<name>` runs on, the default first."""
+    return _SUPPORTED.get(name, BACKENDS)
+
+
 def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
     """The environment `brax/<name>`.
 
@@ -88,8 +93,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
     Raises:
         ConfigError: an argument that none of them knows, or a backend that is not supported.
     """
-    short = name.removeprefix("brax/")
-    supported = BACKENDS[2:3] if short in _GENERALIZED_ONLY else BACKENDS
+    supported = backends(name)
     backend = env_args.get("backend", supported[0])
     if backend not in supported:
         raise ConfigError(
@@ -102,16 +106,15 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
     with quietly():
         import brax.envs
 
-        factory = brax.envs._envs[short]
+        factory = brax.envs._envs[name.removeprefix("brax/")]
         known = {p for p in inspect.signature(factory).parameters if p != "kwargs"}
         known |= {"backend", "episode_length", "action_repeat", "n_frames", "debug"}
-        for argument in arguments:
-            if argument not in known:
-                raise ConfigError(
-                    f"--env-args: {name} has no argument {argument!r}{suggest(argument, known)} "
-                    f"(it has {', '.join(sorted(known))})"
-                )
-        return BraxEnvironment(factory(**arguments), **wrapping)
+        check_arguments(name, env_args, known)
+        try:
+            env = factory(**arguments)
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            raise ConfigError(f"--env-args of {name}: {error}") from None
+        return BraxEnvironment(env, **wrapping)
 
 
 def check_positive(counts: dict[str, Any]) -> None:

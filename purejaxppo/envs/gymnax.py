@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from purejaxppo import spaces
-from purejaxppo.config import ConfigError, suggest
+from purejaxppo.config import ConfigError, check_arguments
 from purejaxppo.types import PyTree, TimeStep
 
 # Gymnax imports these for drawing only, and they take longer to load than all the rest.
@@ -97,13 +97,7 @@ def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironmen
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"--env-args of {name}: {error}") from None
     fields = {field.name for field in dataclasses.fields(env.default_params)}
-    for argument in env_args:
-        if argument not in accepted | fields:
-            known = sorted(accepted | fields)
-            raise ConfigError(
-                f"--env-args: {name} has no argument {argument!r}{suggest(argument, known)} "
-                f"(it has {', '.join(known)})"
-            )
+    check_arguments(name, env_args, accepted | fields)
     changes = {k: v for k, v in env_args.items() if k not in accepted}
     return GymnaxEnvironment(env, dataclasses.replace(env.default_params, **changes))
 

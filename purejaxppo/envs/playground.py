@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-from purejaxppo.config import ConfigError, suggest
+from purejaxppo.config import ConfigError, check_arguments, suggest
 from purejaxppo.envs.brax import BraxEnvironment, check_positive, quietly
 
 
@@ -32,19 +32,14 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
             raise ConfigError(
                 f"unknown environment {name!r}{suggest(short, registry.ALL_ENVS, most=3)}"
             )
+        config = registry.get_default_config(short)
+        check_arguments(name, env_args, config)
+        wrapping = {k: env_args.get(k, config[k]) for k in ("episode_length", "action_repeat")}
+        check_positive(wrapping)
         try:
-            config = registry.get_default_config(short)
-            for argument in env_args:
-                if argument not in config:
-                    raise ConfigError(
-                        f"--env-args: {name} has no argument {argument!r}"
-                        f"{suggest(argument, config)} (it has {', '.join(sorted(config))})"
-                    )
             env = registry.load(short, config_overrides={"impl": "jax"} | env_args)
         except (subprocess.CalledProcessError, OSError) as error:
             raise ConfigError(f"{name} downloads its assets, and that failed: {error}") from None
-        wrapping = {k: config[k] for k in ("episode_length", "action_repeat")} | {
-            k: env_args[k] for k in ("episode_length", "action_repeat") if k in env_args
-        }
-        check_positive(wrapping)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--env-args of {name}: {error}") from None
         return BraxEnvironment(env, **wrapping)

@@ -13,7 +13,7 @@ from purejaxppo import envs
 from purejaxppo.config import config_directory, load_settings, validate
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs import Vectorized
-from purejaxppo.envs.brax import BACKENDS, quietly
+from purejaxppo.envs.brax import backends, quietly
 from purejaxppo.ppo import truncation_window
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.train import make_setup, make_train
@@ -59,7 +59,7 @@ WORLDS = [(name, {}) for name in GYMNAX]
 WORLDS += [
     (name, {"backend": backend, "episode_length": 50})
     for name in BRAX
-    for backend in (BACKENDS if name != "brax/swimmer" else ["generalized"])
+    for backend in backends(name)
 ]
 WORLDS += [(name, {"episode_length": 50}) for name in PLAYGROUND]
 
