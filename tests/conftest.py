@@ -1,9 +1,12 @@
-"""Two CPU devices and a compilation cache for all tests; set before JAX starts."""
+"""For all tests: two CPU devices, a compilation cache, and a registry that each leaves as it was."""
 
 import os
 from pathlib import Path
 
 import jax
+import pytest
+
+from purejaxppo import envs
 
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 
@@ -11,3 +14,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)  # for commands that tests start
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    monkeypatch.setattr(envs, "_REGISTRY", dict(envs._REGISTRY))
