@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from purejaxppo.report import bootstrap_interval
+from purejaxppo.sweep import bootstrap_interval
 
 RESULTS = Path(__file__).parent / "results"
 PEER = str(Path(__file__).with_name("peer_brax.py"))
@@ -32,7 +32,10 @@ FIRST_SEED = 1000
 
 @dataclass(frozen=True)
 class Task:
-    """A training in Brax's terms: batch_size * num_minibatches sequences of unroll_length steps."""
+    """A training in Brax's terms: batch_size * num_minibatches sequences of unroll_length steps.
+
+    Steps are those of the agent; each is `action_repeat` steps of the environment.
+    """
 
     env: str
     steps: int
@@ -40,12 +43,15 @@ class Task:
     reward_scale: float = 1.0
     ent_coef: float = 0.0
     backend: str = "spring"
+    action_repeat: int = 1
     num_envs: int = 256
     unroll_length: int = 10
     batch_size: int = 64
     num_minibatches: int = 32
     updates: int = 4
     learning_rate: float = 3e-4
+    clip_eps: float = 0.3
+    max_grad_norm: float | None = None
     policy_layers: tuple[int, ...] = (64, 64)
     value_layers: tuple[int, ...] = (64, 64)
     evaluations: int = 5
@@ -77,20 +83,33 @@ class Task:
             "reward-scale": self.reward_scale,
             "ent-coef": self.ent_coef,
             "vf-coef": 0.5,
-            "clip-eps": 0.3,
-            "max-grad-norm": "inf",
+            "clip-eps": self.clip_eps,
+            "max-grad-norm": self.max_grad_norm or "inf",
         }
         flags = ["--no-anneal-learning-rate", "--normalize-observations"]
+        if self.action_repeat > 1:
+            flags += ["--env-args", f"action_repeat={self.action_repeat}"]
         return [x for k, v in values.items() for x in (f"--{k}", str(v))] + flags
 
+
+_SMALL_BATCHES: dict[str, Any] = {"unroll_length": 20, "batch_size": 32, "num_minibatches": 8}
 
 TASKS = [
     Task("inverted_pendulum", 2_000_000, gamma=0.995),
     Task("inverted_double_pendulum", 2_000_000, gamma=0.99, reward_scale=0.1),
-    Task("reacher", 2_000_000, gamma=0.95, reward_scale=5.0, ent_coef=1e-3),
-    Task("hopper", 1_000_000, gamma=0.99, ent_coef=0.01),
-    Task("walker2d", 1_000_000, gamma=0.99, ent_coef=0.01),
-]
+    Task(
+        "reacher", 2_000_000, gamma=0.95, ent_coef=0.01, action_repeat=4, learning_rate=5e-4,
+        clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
+    ),
+    Task(
+        "hopper", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, updates=8,
+        **_SMALL_BATCHES,
+    ),
+    Task(
+        "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
+        clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
+    ),
+]  # fmt: skip
 
 
 def ours(task: Task, num_seeds: int) -> dict[str, Any]:
@@ -147,7 +166,8 @@ def return_rows(result: dict[str, Any]) -> list[str]:
         low, high = bootstrap_interval(final)
         shown = ", ".join(f"{v.mean():.4g} at {steps / 1e6:.2g}M" for steps, v in curve)
         lines.append(
-            f"| {result['task']['env']} | {who} | {final.mean():.4g} | {low:.4g} ... {high:.4g} "
+            f"| {result['task']['env']} | {who} | {len(final)} | {final.mean():.4g} "
+            f"| {low:.4g} ... {high:.4g} "
             f"| {final.min():.4g} | {shown} |"
         )
     return lines
@@ -199,12 +219,11 @@ def table(results: list[dict[str, Any]]) -> str:
         "# Continuous control beside Brax's own PPO",
         "",
         "Made by `python -m benchmarks.brax_ppo`. Spring physics, episodes of 1,000 steps, "
-        f"{len(results[0]['brax'])} seeds from {FIRST_SEED}, the same settings for both (see `TASKS` "
-        f"there), 128 deterministic evaluation episodes. {first['device']}, {platform.machine()}, "
+        f"seeds from {FIRST_SEED}, the same settings for both (see `TASKS` there), 128 deterministic evaluation episodes. {first['device']}, {platform.machine()}, "
         f"jax {first['versions']['jax']}.",
         "",
-        "| environment | | return | 95% interval | worst seed | mean return against steps |",
-        "|---|---|---|---|---|---|",
+        "| environment | | seeds | return | 95% interval | worst seed | mean return against steps |",
+        "|---|---|---|---|---|---|---|",
         *(line for result in results for line in return_rows(result)),
         "",
         "Ours minus Brax's, at equal seeds; at or above where the lower end is above -5% of Brax's:",

@@ -27,8 +27,8 @@ from purejaxppo.agent import AgentOutput
 from purejaxppo.config import load_settings
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.evaluate import evaluate
-from purejaxppo.report import bootstrap_interval
 from purejaxppo.spaces import Box
+from purejaxppo.sweep import bootstrap_interval
 from purejaxppo.train import Trainer, make_plan, make_setup, stack_hypers
 
 FIRST_SEED, NUM_SEEDS = 1000, 8

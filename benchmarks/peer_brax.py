@@ -32,13 +32,16 @@ from brax.training.agents.ppo import networks, train  # noqa: E402
 def train_once(task: dict[str, Any], seed: int) -> dict[str, Any]:
     """Evaluations [[steps, return], ...], median steps per second of epochs, seconds in all.
 
+    Steps are the agent's; Brax counts those of the environment.
+
     The first two epochs are left out of the speed: Brax compiles in both.
     """
     evaluations, speeds = [], []
+    repeat = task["action_repeat"]
 
     def progress(steps: int, metrics: Mapping[str, Any]) -> None:
-        evaluations.append([int(steps), float(metrics["eval/episode_reward"])])
-        speeds.append(float(metrics.get("training/sps", 0.0)))
+        evaluations.append([int(steps) // repeat, float(metrics["eval/episode_reward"])])
+        speeds.append(float(metrics.get("training/sps", 0.0)) / repeat)
 
     factory = functools.partial(
         networks.make_ppo_networks,
@@ -48,9 +51,10 @@ def train_once(task: dict[str, Any], seed: int) -> dict[str, Any]:
     started = time.perf_counter()
     train.train(
         environment=envs.get_environment(task["env"], backend=task["backend"]),
-        num_timesteps=task["steps"],
+        num_timesteps=task["steps"] * repeat,
         num_evals=task["evaluations"] + 1,
         episode_length=1000,
+        action_repeat=repeat,
         num_envs=task["num_envs"],
         unroll_length=task["unroll_length"],
         batch_size=task["batch_size"],
@@ -60,6 +64,8 @@ def train_once(task: dict[str, Any], seed: int) -> dict[str, Any]:
         entropy_cost=task["ent_coef"],
         discounting=task["gamma"],
         reward_scaling=task["reward_scale"],
+        clipping_epsilon=task["clip_eps"],
+        max_grad_norm=task["max_grad_norm"],
         normalize_observations=True,
         deterministic_eval=True,
         num_eval_envs=128,

@@ -1,8 +1,9 @@
 """The same CartPole training by rejax, run with an interpreter that has rejax installed.
 
-    python peer_rejax.py NUM_ENVS ITERATIONS REPEATS
+    python peer_rejax.py NUM_ENVS ITERATIONS REPEATS [RUNS]
 
-Prints the steps per second of each repeat after the first, with compilation left out.
+Prints the steps per second of each repeat after the first, with compilation left out, of all runs
+together where it is vmapped over several seeds.
 """
 
 import sys
@@ -16,7 +17,8 @@ NUM_STEPS = 128
 
 def main() -> None:
     """Trains without any evaluation, the initial one included."""
-    num_envs, iterations, repeats = map(int, sys.argv[1:])
+    num_envs, iterations, repeats, *rest = map(int, sys.argv[1:])
+    num_runs = rest[0] if rest else 1
     steps = num_envs * NUM_STEPS * iterations
     algorithm = rejax.get_algo("ppo").create(
         env="CartPole-v1",
@@ -30,12 +32,13 @@ def main() -> None:
         agent_kwargs={"hidden_layer_sizes": (64, 64), "activation": "tanh"},
     )
     algorithm = algorithm.replace(eval_callback=lambda *_: ())
-    train = jax.jit(algorithm.train)
+    train = jax.jit(jax.vmap(algorithm.train) if rest else algorithm.train)
     for repeat in range(repeats):
         started = time.perf_counter()
-        jax.block_until_ready(train(jax.random.key(repeat)))
+        key = jax.random.key(repeat)
+        jax.block_until_ready(train(jax.random.split(key, num_runs) if rest else key))
         if repeat:
-            print(steps / (time.perf_counter() - started), flush=True)
+            print(num_runs * steps / (time.perf_counter() - started), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from purejaxppo.config import Config, ConfigError, Hyper, RunOptions, Settings, load_settings
 from purejaxppo.envs import list_environments, make, register
-from purejaxppo.train import make_train
+from purejaxppo.train import make_train, stack_hypers
 
 __version__ = "0.1.0"
 
@@ -17,4 +17,5 @@ __all__ = [
     "make",
     "make_train",
     "register",
+    "stack_hypers",
 ]

@@ -1,19 +1,22 @@
-"""The commands: `purejaxppo train` and `purejaxppo envs`."""
+"""The commands: `purejaxppo train`, `purejaxppo report` and `purejaxppo envs`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import tyro
 
 from purejaxppo import config as options
-from purejaxppo import envs
+from purejaxppo import envs, report
 from purejaxppo.config import ConfigError, Settings
+from purejaxppo.display import Display
 from purejaxppo.host import train
 
 _DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuration of the environment
@@ -22,7 +25,11 @@ where it has one, or over --config FILE. Whole numbers may be written 1e6 or 1_0
 
 def main() -> int:
     """The console script; returns the exit status."""
-    commands: dict[str, Callable[[list[str]], int]] = {"train": train_command, "envs": envs_command}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train_command,
+        "report": report_command,
+        "envs": envs_command,
+    }
     arguments = sys.argv[1:]
     if arguments and arguments[0] in commands:
         return commands[arguments[0]](arguments[1:])
@@ -48,6 +55,31 @@ def envs_command(arguments: list[str]) -> int:
         path = options.shipped_config(name)
         published = path is not None and path.read_text().startswith("# Published")
         print(name + ("  published settings" if published else "  tuned" if path else ""))
+    return 0
+
+
+def report_command(arguments: list[str]) -> int:
+    """Draws the plots of run directories again, from their tables, and compares several."""
+    parser = argparse.ArgumentParser(prog="purejaxppo report", description=report_command.__doc__)
+    parser.add_argument("run_dir", nargs="+", type=Path)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("comparison.png"),
+        help="plot of a comparison (%(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        reports = [report.read_report(run_dir) for run_dir in given.run_dir]
+        for each in reports:
+            report.draw(each)
+        ranked = reports[0].ranked
+        if len(reports) > 1:
+            ranked = report.compare(reports, given.output)
+    except (ConfigError, OSError) as error:
+        print(f"purejaxppo: error: {error}", file=sys.stderr)
+        return 2
+    Display().ranking([(result.name, result.outcome.statistics()) for result in ranked])
     return 0
 
 
@@ -78,12 +110,17 @@ def parse(arguments: list[str]) -> Settings:
     first.add_argument("--env")
     first.add_argument("--config")
     first.add_argument("--backend")
+    # Tyro would let the last --sweep win.
+    first.add_argument("--sweep", action="extend", nargs="+")
     try:
         known, rest = first.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
     env = None if known.env is None else envs.full_name(known.env)
     base = options.load_settings(env, known.config, known.backend)
+    if known.sweep is not None:
+        run = dataclasses.replace(base.run, sweep=tuple(known.sweep))
+        base = dataclasses.replace(base, run=run)
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):

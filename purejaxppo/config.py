@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -145,8 +146,25 @@ class RunOptions:
     """Most rows a run has in metrics.csv, 0 for one an iteration."""
     run_dir: str | None = None
     """Directory for the results; made up from environment and time when not given."""
-    runs_per_block: int | None = None
-    """Runs vmapped together on a device at a time; 4 on a CPU, all on an accelerator by default."""
+    runs_per_block: Literal["auto"] | int = "auto"
+    """Runs vmapped together on a device at a time. auto: 4 on a CPU and all on an accelerator, or as
+    many as there is memory for."""
+    memory_limit: str | None = None
+    """Memory to stay below, as 8GiB: in all on a CPU, of each accelerator; what is free by default."""
+    shard: Literal["runs", "environments"] = "runs"
+    """What devices divide: runs, or the environments of each run."""
+    distributed: bool = False
+    """Several processes, which find each other by the cluster's environment or by the next three."""
+    coordinator: str | None = None
+    """Address of process 0, as host:port."""
+    num_processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+    sweep: tuple[str, ...] = ()
+    """What runs differ in beside the seed: name=value,value or name~loguniform(low,high)."""
+    samples: int | None = None
+    """Random samples of what is swept over a range."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
 
@@ -221,7 +239,7 @@ def make_settings(values: Mapping[str, Any], where: str = "") -> Settings:
             raise ConfigError(f"{where}unknown option {name!r}{suggest(name, known)}")
     built = {
         part: cls(
-            **{n: _coerce(where + n, values[n], t) for n, t in hints[cls].items() if n in values}
+            **{n: coerce(where + n, values[n], t) for n, t in hints[cls].items() if n in values}
         )
         for part, cls in parts.items()
     }
@@ -263,6 +281,19 @@ def parse_int(text: str) -> int:
         if not number.is_integer():
             raise ValueError(f"{text!r} is not a whole number") from None
         return int(number)
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes, written with a unit: 512MiB, 8GB.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is no size")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -329,9 +360,32 @@ def validate(settings: Settings) -> None:
     _require(
         run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
     )
-    block = run.runs_per_block
-    _require(block is None or block >= 1, "runs_per_block", block, "at least 1")
+    for name in ("runs_per_block", "samples"):
+        value = getattr(run, name)
+        _require(value in (None, "auto") or value >= 1, name, value, "at least 1")
+    if run.memory_limit is not None:
+        try:
+            parse_bytes(run.memory_limit)
+        except ValueError:
+            _require(False, "memory_limit", run.memory_limit, "a size such as 8GiB")
     _validate_together(config, hyper, run)
+    _validate_processes(run)
+
+
+def _validate_processes(run: RunOptions) -> None:
+    """Raises ConfigError unless the processes are all given, or left to the cluster."""
+    given = {n: getattr(run, n) for n in ("coordinator", "num_processes", "process_id")}
+    named = {f"--{n.replace('_', '-')}": v for n, v in given.items() if v is not None}
+    if named and not run.distributed:
+        raise ConfigError(f"{next(iter(named))}: only with --distributed")
+    if named and len(named) < len(given):
+        raise ConfigError(
+            f"{', '.join(named)}: all of --coordinator, --num-processes, --process-id"
+        )
+    if run.num_processes is not None and run.process_id is not None:
+        _require(run.num_processes >= 1, "num_processes", run.num_processes, "at least 1")
+        allowed = f"in 0 ... {run.num_processes - 1}"
+        _require(0 <= run.process_id < run.num_processes, "process_id", run.process_id, allowed)
 
 
 def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
@@ -383,7 +437,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _coerce(name: str, value: Any, hint: Any) -> Any:
+def coerce(name: str, value: Any, hint: Any) -> Any:
     """The value as the option's type, or ConfigError."""
     try:
         return _convert(value, hint)
@@ -396,9 +450,14 @@ def _convert(value: Any, hint: Any) -> Any:
     if hint == EnvArgs:
         return tuple((str(k), freeze(v)) for k, v in dict(value).items())
     if get_origin(hint) in (Union, types.UnionType):
-        return None if value is None else _convert(value, get_args(hint)[0])
+        first, second = get_args(hint)
+        if get_origin(first) is Literal:
+            return value if value in get_args(first) else _convert(value, second)
+        return None if value is None else _convert(value, first)
     if get_origin(hint) is tuple:
-        return tuple(_convert(item, int) for item in value)
+        if isinstance(value, str):
+            raise TypeError
+        return tuple(_convert(item, get_args(hint)[0]) for item in value)
     if get_origin(hint) is Literal:
         # YAML 1.1 reads off and no as false.
         value = "off" if value is False else value
@@ -411,10 +470,12 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _describe(hint: Any) -> str:
+    arguments = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_describe(part) for part in arguments if part is not types.NoneType)
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        return f"{'one of ' * (len(arguments) > 1)}{', '.join(arguments)}"
     if get_origin(hint) is tuple:
-        return "a list of whole numbers"
-    inner = get_args(hint)[0] if get_args(hint) else hint
-    return names.get(inner, str(inner))
+        return "a list of " + {int: "whole numbers"}.get(arguments[0], "texts")
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, str(hint))

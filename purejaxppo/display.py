@@ -10,19 +10,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from purejaxppo.report import bootstrap_interval
+from purejaxppo.sweep import Run, bootstrap_interval, describe
 
 # Where the output is no terminal, progress is a line at most so often, in seconds.
 _LINE_EVERY = 10.0
+_SHOWN = 10  # rows of a table; the rest is in the run directory
 
 
 class Display:
     """Live where the output is a terminal, a few plain lines where it is not."""
 
-    def __init__(self, total_steps: int) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._total = total_steps
-        self._return = float("nan")
+    def __init__(self, quiet: bool = False) -> None:
+        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -32,8 +31,7 @@ class Display:
             console=self._console,
             transient=True,
         )
-        self._task = self._progress.add_task("training", total=total_steps, status="")
-        self._started = self._last_line = time.monotonic()
+        self._task = self._progress.add_task("training", status="")
 
     def header(self, rows: dict[str, str]) -> None:
         """What is about to be trained, a line each."""
@@ -45,9 +43,11 @@ class Display:
         """One line."""
         self._console.print(text)
 
-    def start(self) -> None:
+    def start(self, total_steps: int) -> None:
         """Begins to show progress."""
+        self._total, self._return = total_steps, float("nan")
         self._started = self._last_line = time.monotonic()
+        self._progress.reset(self._task, total=total_steps, status="")
         if self._console.is_terminal:
             self._progress.start()
 
@@ -72,33 +72,60 @@ class Display:
         """Ends the live part; may be called twice."""
         self._progress.stop()
 
-    def results(self, summary: dict[str, Any], seeds: list[int]) -> None:
-        """The final table, from the contents of summary.json."""
+    def results(self, summary: dict[str, Any], runs: list[Run]) -> None:
+        """The final tables, from the contents of summary.json."""
         evaluation = summary["evaluation"]
-        if evaluation["return_per_run"]:
-            self._evaluation(evaluation, seeds)
+        settings = summary["settings"]
+        if len(settings) > 1:
+            self.ranking([(describe(setting["swept"]), setting) for setting in settings])
+        elif evaluation["return_per_run"]:
+            self._evaluation(evaluation, [run.seed for run in runs])
         self._console.print(
             f"{summary['env_steps']:,} steps a run in {summary['wall_seconds']:.1f} s "
             f"({summary['steps_per_second']:,.0f} steps/s over all runs, "
             f"{summary['compile_seconds']:.1f} s to compile)"
         )
-        for seed in summary["diverged_runs"]:
-            self._console.print(f"[bold red]diverged[/bold red]: the run with seed {seed}")
+        diverged = [runs[number] for number in summary["diverged_runs"]]
+        for run in diverged[:_SHOWN]:
+            self._console.print(f"[bold red]diverged[/bold red]: {run.name}")
+        if len(diverged) > _SHOWN:
+            self._console.print(f"[bold red]diverged[/bold red]: {len(diverged) - _SHOWN} more")
 
     def _evaluation(self, evaluation: dict[str, Any], seeds: list[int]) -> None:
         table = Table(title=f"evaluation, {evaluation['episodes']} episodes a run")
         for column in ("seed", "return", "std"):
             table.add_column(column, justify="right")
         means, stds = evaluation["return_per_run"], evaluation["return_std_per_run"]
-        shown = min(len(seeds), 10)
-        for row in zip(seeds[:shown], means, stds, strict=False):
-            table.add_row(str(row[0]), f"{row[1]:.2f}", f"{row[2]:.2f}")
-        if shown < len(seeds):
-            table.add_row("...", "...", "...")
-        self._console.print(table)
+        for seed, mean, std in list(zip(seeds, means, stds, strict=True))[:_SHOWN]:
+            table.add_row(str(seed), f"{mean:.2f}", f"{std:.2f}")
+        self._print(table, len(seeds))
         if len(seeds) > 1:
             low, high = bootstrap_interval(np.array(means))
             self._console.print(
                 f"mean over {len(seeds)} seeds {np.mean(means):.2f}, "
                 f"95% interval {low:.2f} ... {high:.2f}"
             )
+
+    def ranking(self, settings: list[tuple[str, dict[str, Any]]]) -> None:
+        """Names and statistics of settings, the best first."""
+        table = Table(title=f"{len(settings)} settings x {len(settings[0][1]['runs'])} seeds")
+        table.add_column("")
+        for column in ("IQM", "95% interval", "mean", "area", "diverged"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for name, setting in settings[:_SHOWN]:
+            low, high = setting["iqm_interval"]
+            table.add_row(
+                name,
+                f"{setting['iqm']:.4g}",
+                f"{low:.4g} ... {high:.4g}",
+                f"{setting['mean']:.4g}",
+                f"{setting['area_under_curve']:.4g}",
+                str(setting["diverged"] or ""),
+            )
+        self._print(table, len(settings))
+
+    def _print(self, table: Table, rows: int) -> None:
+        """A table, with a last row of dots where it does not show all."""
+        if rows > _SHOWN:
+            table.add_row(*["..."] * len(table.columns))
+        self._console.print(table)

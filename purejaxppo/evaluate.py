@@ -8,6 +8,7 @@ from flax import struct
 from jax import Array
 
 from purejaxppo.agent import Agent
+from purejaxppo.devices import num_shards, own_share, split_keys
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.stats import Moments
@@ -53,8 +54,10 @@ def evaluate(
         if deterministic:
             action = output.policy.mode()
         else:
-            action = output.policy.sample(draw_noise(key_noise, env.action_space, (num_envs,)))
-        keys = jax.random.split(key_env, num_envs)
+            everywhere = (num_envs * num_shards(),)
+            noise = own_share(draw_noise(key_noise, env.action_space, everywhere), axis=0)
+            action = output.policy.sample(noise)
+        keys = split_keys(key_env, (num_envs,))
         env_state, _, current = env.step(keys, progress.env_state, output.policy.to_env(action))
         done = progress.episode.ended
         episode = jax.tree.map(lambda a, b: jnp.where(done, a, b), progress.episode, current)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from purejaxppo.sweep import Run, show
 from purejaxppo.types import Episode, Metrics
 
 METRICS_COLUMNS = ["run", "seed", "iteration", "env_steps", *Metrics.__dataclass_fields__]
@@ -38,30 +38,47 @@ class Table:
         self._file.close()
 
 
+class Tables:
+    """The tables that grow while a training runs; closed at the end of a `with`.
+
+    Args:
+        swept: the options that runs differ in, with any values.
+    """
+
+    def __init__(self, run_dir: Path, swept: dict[str, Any]) -> None:
+        columns = list(swept_columns(swept))
+        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns)
+        self.evaluation = Table(run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns)
+
+    def __enter__(self) -> Tables:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.metrics.close()
+        self.evaluation.close()
+
+
 def _cell(value: Any) -> Any:
     if isinstance(value, float | np.floating):
         return f"{value:.7g}" if math.isfinite(value) else ""
     return value
 
 
-@dataclass
 class MetricsTable:
-    """`metrics.csv`: a row a run and reporting interval.
+    """Writes `metrics.csv`: a row a run and reporting interval.
 
-    Attributes:
+    Args:
+        table: may be shared with other programs of a sweep.
+        runs: [R].
         interval: iterations that a row is the mean of.
         steps_per_iteration: environment steps of one run.
-        rows: all rows so far.
     """
 
-    path: Path
-    seeds: list[int]
-    interval: int
-    steps_per_iteration: int
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._table = Table(self.path, METRICS_COLUMNS)
+    def __init__(
+        self, table: Table, runs: list[Run], interval: int, steps_per_iteration: int
+    ) -> None:
+        self._table, self._runs = table, runs
+        self._interval, self._steps_per_iteration = interval, steps_per_iteration
         self._pending: list[dict[str, np.ndarray]] = []
         self._iteration = 0
 
@@ -70,31 +87,39 @@ class MetricsTable:
         for i in range(len(metrics["episodes"])):
             self._pending.append({name: array[i] for name, array in metrics.items()})
             self._iteration += 1
-            if len(self._pending) == self.interval:
-                self._write_interval()
+            if len(self._pending) == self._interval:
+                self.flush()
 
-    def close(self) -> None:
-        """Writes what is left of an interval, and the file."""
-        if self._pending:
-            self._write_interval()
-        self._table.close()
-
-    def _write_interval(self) -> None:
+    def flush(self) -> None:
+        """Writes what there is of an interval."""
+        if not self._pending:
+            return
         names = Metrics.__dataclass_fields__
         means = pool({name: np.stack([m[name] for m in self._pending]) for name in names})
         self._pending.clear()
-        rows = [
-            {
-                "run": run,
-                "seed": seed,
-                "iteration": self._iteration,
-                "env_steps": self._iteration * self.steps_per_iteration,
-                **{name: array[run] for name, array in means.items()},
-            }
-            for run, seed in enumerate(self.seeds)
-        ]
-        self._table.write(rows)
-        self.rows += rows
+        steps = self._iteration * self._steps_per_iteration
+        self._table.write(
+            [
+                _place(run, self._iteration, steps) | {n: array[i] for n, array in means.items()}
+                for i, run in enumerate(self._runs)
+            ]
+        )
+
+
+def _place(run: Run, iteration: int, env_steps: int) -> dict[str, Any]:
+    """What both tables begin with, and the swept values."""
+    place = {
+        "run": run.number,
+        "seed": run.seed,
+        "iteration": iteration,
+        "env_steps": env_steps,
+    }
+    return place | swept_columns(run.setting.swept)
+
+
+def swept_columns(swept: dict[str, Any]) -> dict[str, Any]:
+    """A column for each swept option."""
+    return {f"sweep.{name}": show(value) for name, value in swept.items()}
 
 
 def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -119,25 +144,20 @@ def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class EvaluationTable:
-    """`evaluation.csv`: a row a run and evaluation."""
+    """Writes `evaluation.csv`: a row a run [R] and evaluation."""
 
-    def __init__(self, path: Path, seeds: list[int]) -> None:
-        self._table = Table(path, EVALUATION_COLUMNS)
-        self._seeds = seeds
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, table: Table, runs: list[Run]) -> None:
+        self._table, self._runs = table, runs
 
-    def add(self, episodes: Episode, iteration: int, env_steps: int) -> list[dict[str, Any]]:
-        """Takes host episodes [R, E]; returns the rows written, one a run."""
+    def add(self, episodes: Episode, iteration: int, env_steps: int) -> None:
+        """Takes host episodes [R, E]."""
         rows = []
-        for run, seed in enumerate(self._seeds):
-            ended = episodes.ended[run]
-            score, length = episodes.score[run][ended], episodes.length[run][ended]
+        for i, run in enumerate(self._runs):
+            ended = episodes.ended[i]
+            score, length = episodes.score[i][ended], episodes.length[i][ended]
             rows.append(
-                {
-                    "run": run,
-                    "seed": seed,
-                    "iteration": iteration,
-                    "env_steps": env_steps,
+                _place(run, iteration, env_steps)
+                | {
                     "return_mean": float(score.mean()) if ended.any() else math.nan,
                     "return_std": float(score.std()) if ended.any() else math.nan,
                     "length_mean": float(length.mean()) if ended.any() else math.nan,
@@ -145,8 +165,3 @@ class EvaluationTable:
                 }
             )
         self._table.write(rows)
-        self.rows += rows
-        return rows
-
-    def close(self) -> None:
-        self._table.close()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from purejaxppo.devices import mean_over_devices
 from purejaxppo.distributions import Distribution
 from purejaxppo.types import Scalar
 
@@ -105,8 +106,15 @@ def masked_var(x: Array, mask: Array) -> Array:
 
 def normalize_advantages(advantage: Array, valid: Array) -> Array:
     """Brought to mean 0 and standard deviation 1 over the valid entries; both of one shape."""
-    std = jnp.sqrt(masked_var(advantage, valid))
-    return (advantage - masked_mean(advantage, valid)) / (std + 1e-8)
+
+    def mean(x: Array) -> Array:
+        total, count = mean_over_devices(
+            (jnp.sum(jnp.where(valid, x, 0.0)), jnp.sum(valid, dtype=jnp.float32))
+        )
+        return total / jnp.maximum(count, 1e-8)
+
+    centered = advantage - mean(advantage)
+    return centered / (jnp.sqrt(mean(jnp.square(centered))) + 1e-8)
 
 
 def ppo_loss(

@@ -28,6 +28,7 @@ from purejaxppo.agent import (
     learning_rate_scale,
 )
 from purejaxppo.config import Config, Hyper
+from purejaxppo.devices import mean_over_devices, num_shards, own_share
 from purejaxppo.distributions import noise_from_bits, noise_size
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.losses import (
@@ -145,19 +146,25 @@ def draw(setup: Setup, key: Array) -> Draws:
     """
     config, env, _ = setup
     width = jax.random.key_data(key).size  # words of a key
-    items = env.num_envs if config.minibatches == "sequences" else config.batch_size
+    num_envs = env.num_envs * num_shards()
+    rows = 1 if config.minibatches == "sequences" else config.num_steps
     shapes = [
-        (width,),
-        (config.num_steps, env.num_envs, width),
-        (config.num_steps, env.num_envs, noise_size(env.action_space)),
-        (config.update_epochs, items),
+        (1, width),
+        (config.num_steps, num_envs, width),
+        (config.num_steps, num_envs, noise_size(env.action_space)),
+        (config.update_epochs * rows, num_envs),
     ]
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     parts = jnp.split(jax.random.bits(key, (ends[-1],)), ends[:-1])
-    pool, steps, noise, order = (x.reshape(s) for x, s in zip(parts, shapes, strict=True))
+    pool, *parts = (x.reshape(s) for x, s in zip(parts, shapes, strict=True))
+    steps, noise, order = (own_share(x, axis=1) for x in parts)
+    order = order.reshape(config.update_epochs, -1)
     as_key = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key))
     return Draws(
-        as_key(pool), as_key(steps), noise_from_bits(noise, env.action_space), permutations(order)
+        as_key(pool[0]),
+        as_key(steps),
+        noise_from_bits(noise, env.action_space),
+        permutations(order),
     )
 
 
@@ -322,7 +329,9 @@ def _update_minibatch(
     if config.normalize_advantages == "minibatch":
         batch = batch.replace(advantage=normalize_advantages(batch.advantage, batch.valid))
     coef = coefficients(config, hyper, remaining)
-    grads, losses = jax.grad(_loss, has_aux=True)(learner.params, setup, state, batch, coef)
+    grads, losses = mean_over_devices(
+        jax.grad(_loss, has_aux=True)(learner.params, setup, state, batch, coef)
+    )
     opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
     scale = learning_rate_scale(config, opt_state, remaining)
     params, opt_state, norm = apply_gradients(hyper, learner.params, opt_state, grads, scale)

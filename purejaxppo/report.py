@@ -1,41 +1,244 @@
-"""What a run directory says at the end: statistics over runs, `summary.json`, the learning curve."""
+"""What a run directory says at the end, read from its own tables: statistics, plots, best setting."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
+
+from purejaxppo.config import ConfigError, Settings, load_settings
+from purejaxppo.loggers import Table, swept_columns
+from purejaxppo.sweep import (
+    Outcome,
+    Run,
+    Setting,
+    area_under_curve,
+    bootstrap_interval,
+    describe,
+    iqm,
+    make_runs,
+    make_settings_of,
+    show,
+)
+
+Column = dict[int, dict[int, float]]  # run -> environment steps -> value
+
+_LABELLED = 8  # curves with a colour and a name of their own, the best ones
+_POINTS = 200  # of a curve as it is drawn; each has an interval to compute
 
 
-def iqm(values: np.ndarray) -> np.ndarray:
-    """Interquartile mean over the last axis (Agarwal et al., 2021): [..., R] -> [...].
+class Curve(NamedTuple):
+    """A column of a table, for the n runs of one setting."""
 
-    The mean of the middle half; runs at its edges count in part, so it is smooth in R.
-    """
-    ordered = np.sort(values, axis=-1)
-    size = ordered.shape[-1]
-    edges = np.arange(size + 1) / size
-    overlap = np.minimum(edges[1:], 0.75) - np.maximum(edges[:-1], 0.25)
-    weights = np.maximum(overlap, 0.0)
-    return (ordered * weights).sum(-1) / weights.sum()
+    steps: np.ndarray  # [S]
+    returns: np.ndarray  # [S, n]
 
 
-def bootstrap_interval(
-    values: np.ndarray, statistic: Any = np.mean, resamples: int = 2000, level: float = 0.95
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of a statistic over runs [R]; always the same for the same R.
+@dataclass(frozen=True)
+class Result:
+    """One setting: the learning curves of its runs, but those that diverged, and what they reached."""
+
+    name: str
+    setting: Setting
+    training: Curve
+    evaluation: Curve
+    outcome: Outcome
+
+    @property
+    def curve(self) -> Curve:
+        """Of the evaluations, where there are any."""
+        return self.evaluation if len(self.evaluation.steps) else self.training
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run directory."""
+
+    path: Path
+    settings: Settings
+    results: list[Result]  # in the order of the sweep
+
+    @property
+    def ranked(self) -> list[Result]:
+        """The best setting first."""
+        return rank(self.results)
+
+
+def rank(results: list[Result]) -> list[Result]:
+    """The best first."""
+    return sorted(results, key=lambda result: result.outcome.score, reverse=True)
+
+
+def read_report(run_dir: Path, diverged: list[int] | None = None) -> Report:
+    """A run directory, from its tables.
 
     Args:
-        statistic: called as statistic(array [resamples, R], axis=-1) or, for `iqm`, with the array.
+        diverged: numbers of the runs that did; what summary.json says when not given.
+
+    Raises:
+        ConfigError: its config.yaml cannot be used.
+        OSError: a table is missing.
     """
-    rng = np.random.default_rng(0)
-    samples = values[rng.integers(0, len(values), (resamples, len(values)))]
-    estimates = iqm(samples) if statistic is iqm else statistic(samples, axis=-1)
-    low, high = np.quantile(estimates, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    summary = run_dir / "summary.json"  # not there while it trains, or where that was killed
+    if diverged is None and summary.exists():
+        diverged = json.loads(summary.read_text())["diverged_runs"]
+    settings = load_settings(file=run_dir / "config.yaml")
+    tables = (
+        read_column(run_dir / "metrics.csv", "episode_return"),
+        read_column(run_dir / "evaluation.csv", "return_mean"),
+    )
+    seeds = settings.run.num_seeds
+    runs = make_runs(make_settings_of(settings), settings.run)
+    groups = [runs[first : first + seeds] for first in range(0, len(runs), seeds)]
+    return Report(run_dir, settings, [_result(group, tables, diverged or []) for group in groups])
+
+
+def _result(runs: list[Run], tables: tuple[Column, Column], diverged: list[int]) -> Result:
+    numbers = [run.number for run in runs]
+    bad = np.isin(numbers, diverged)
+    survivors = [number for number in numbers if number not in diverged]
+    training, evaluation = (make_curve(table, survivors) for table in tables)
+    final, area = np.full(len(runs), -np.inf), np.full(len(runs), -np.inf)
+    steps, returns = evaluation if len(evaluation.steps) else training
+    final[~bad] = returns[-1] if len(steps) else np.nan
+    area[~bad] = area_under_curve(steps, returns)
+    outcome = Outcome(
+        swept=runs[0].setting.swept,
+        runs=numbers,
+        seeds=[run.seed for run in runs],
+        env_steps=max(
+            [step for number in numbers for step in tables[0].get(number, ())], default=0
+        ),
+        diverged=bad,
+        final=final,
+        area=area,
+    )
+    return Result(describe(outcome.swept), runs[0].setting, training, evaluation, outcome)
+
+
+def read_column(path: Path, column: str) -> Column:
+    """A column of a table, NaN where a cell is empty."""
+    table: Column = {}
+    with path.open(newline="") as file:
+        rows = csv.reader(file)
+        header = next(rows)
+        run, steps, value = (header.index(name) for name in ("run", "env_steps", column))
+        for row in rows:
+            table.setdefault(int(row[run]), {})[int(row[steps])] = float(row[value] or "nan")
+    return table
+
+
+def make_curve(table: Column, runs: list[int]) -> Curve:
+    """The curve of some runs, at the steps where all of them have a number."""
+    columns = [table.get(run, {}) for run in runs]
+    steps = columns[0] if columns else {}
+    complete = [s for s in steps if all(math.isfinite(c.get(s, math.nan)) for c in columns)]
+    returns = np.array([[c[s] for c in columns] for s in complete])
+    return Curve(np.array(complete, int), returns.reshape(len(complete), len(runs)))
+
+
+def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Writes `summary.json`, the plots and, for a sweep, its table and best setting.
+
+    Args:
+        facts: what the tables do not say; `diverged_runs` is among it.
+
+    Returns:
+        What `summary.json` says.
+    """
+    report = read_report(run_dir, facts["diverged_runs"])
+    summary = {
+        "env": report.settings.config.env,
+        "evaluation": _last_evaluation(report),
+        "seeds": report.results[0].outcome.seeds,
+        "env_steps": max(result.outcome.env_steps for result in report.results),
+        **facts,
+        "settings": [result.outcome.statistics() for result in report.ranked],
+    }
+    write_summary(run_dir / "summary.json", summary)
+    draw(report)
+    if report.settings.run.sweep:
+        write_sweep(report)
+    return summary
+
+
+def _last_evaluation(report: Report) -> dict[str, Any]:
+    """Return of every run at its end; empty lists where not all were evaluated there."""
+    path = report.path / "evaluation.csv"
+    means, stds = read_column(path, "return_mean"), read_column(path, "return_std")
+    last = {
+        run: result.outcome.env_steps for result in report.results for run in result.outcome.runs
+    }
+    complete = all(steps in means.get(run, {}) for run, steps in last.items())
+    at_end = list(last.items()) if complete else []
+    values = [means[run][steps] for run, steps in at_end]
+    return {
+        "return_mean": float(np.mean(values)) if values else math.nan,
+        "return_std": float(np.std(values, ddof=1)) if len(values) > 1 else math.nan,
+        "return_per_run": values,
+        "return_std_per_run": [stds[run][steps] for run, steps in at_end],
+        "episodes": report.settings.run.eval_episodes,
+    }
+
+
+def compare(reports: list[Report], path: Path) -> list[Result]:
+    """Draws the learning curves of several run directories together; returns them ranked.
+
+    Raises:
+        ConfigError: they did not train the same environment.
+    """
+    names = sorted({report.settings.config.env for report in reports})
+    if len(names) > 1:
+        raise ConfigError(
+            f"returns of different environments cannot be compared: {', '.join(names)}"
+        )
+    results = [
+        dataclasses.replace(result, name=", ".join(filter(None, [report.path.name, result.name])))
+        for report in reports
+        for result in report.results
+    ]
+    draw_curves(path, f"{names[0]}, PPO", rank(results))
+    return rank(results)
+
+
+def write_sweep(report: Report) -> None:
+    """`sweep.csv`, a row a run, and `best.yaml`, which trains the best setting as it is."""
+    outcomes = [result.outcome for result in report.results]
+    names = list(swept_columns(outcomes[0].swept))
+    columns = ["final_return", "area_under_curve", "env_steps", "diverged"]
+    table = Table(report.path / "sweep.csv", ["run", "setting", "seed", *names, *columns])
+    for number, outcome in enumerate(outcomes):
+        table.write(
+            [
+                {
+                    "run": run,
+                    "setting": number,
+                    "seed": outcome.seeds[i],
+                    **swept_columns(outcome.swept),
+                    "final_return": outcome.final[i],
+                    "area_under_curve": outcome.area[i],
+                    "env_steps": outcome.env_steps,
+                    "diverged": bool(outcome.diverged[i]),
+                }
+                for i, run in enumerate(outcome.runs)
+            ]
+        )
+    table.close()
+    best = report.ranked[0].setting
+    run = dataclasses.replace(report.settings.run, sweep=(), samples=None, run_dir=None)
+    write_config(report.path / "best.yaml", Settings(run, best.config, best.hyper))
+
+
+def write_config(path: Path, settings: Settings) -> None:
+    """Complete settings, ready for --config."""
+    path.write_text(yaml.safe_dump(settings.to_dict(), sort_keys=False))
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -53,41 +256,102 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def plot_learning_curve(
-    path: Path,
-    title: str,
-    metrics: list[dict[str, Any]],
-    evaluations: list[dict[str, Any]],
-) -> None:
-    """Return against environment steps: the interquartile mean over runs and its 95% interval."""
+def draw(report: Report) -> None:
+    """`learning_curve.png`, and `sweep.png` where something was swept."""
+    title = f"{report.settings.config.env}, PPO"
+    draw_curves(report.path / "learning_curve.png", title, report.ranked)
+    if report.settings.run.sweep:
+        draw_sweep(report.path / "sweep.png", title, report.results)
+
+
+def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
+    """Return against environment steps: the interquartile mean over runs and its 95% interval.
+
+    A setting alone has the curve of its training episodes too; of many, the best have colours.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5))
     axes = figure.add_axes((0.12, 0.12, 0.84, 0.8))
-    for rows, column, label, style in (
-        (metrics, "episode_return", "training episodes", "-"),
-        (evaluations, "return_mean", "evaluation", "o-"),
-    ):
-        steps, returns = curve(rows, column)
-        if not len(steps):
-            continue
-        runs = returns.shape[1]
-        name = f"{label}, IQM of {runs} runs with 95% interval" if runs > 1 else label
-        (line,) = axes.plot(steps, iqm(returns), style, label=name, markersize=3)
-        if runs > 1:
-            low, high = zip(*(bootstrap_interval(row, iqm, 500) for row in returns), strict=True)
-            axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
-    axes.set(title=title, xlabel="environment steps", ylabel="episode return")
+    if len(ranked) == 1:
+        _draw_curve(axes, ranked[0].training, "training episodes", "-")
+        _draw_curve(axes, ranked[0].evaluation, "evaluation", "o-")
+    else:
+        for result in reversed(ranked[_LABELLED:]):
+            axes.plot(result.curve.steps, iqm(result.curve.returns), color="0.85", linewidth=0.7)
+        for result in ranked[:_LABELLED]:
+            _draw_curve(axes, result.curve, result.name, "-")
+    runs = max(result.curve.returns.shape[1] for result in ranked)
+    of = f", IQM of {runs} runs with 95% interval" if runs > 1 else ""
+    axes.set(title=title, xlabel="environment steps", ylabel=f"episode return{of}")
     axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
-def curve(rows: list[dict[str, Any]], column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [S] and values [S, R] of a column, where every run has a number."""
-    by_step: dict[int, list[float]] = {}
-    for row in rows:
-        by_step.setdefault(row["env_steps"], []).append(float(row[column]))
-    complete = {step: v for step, v in by_step.items() if all(map(math.isfinite, v))}
-    return np.array(list(complete)), np.array(list(complete.values()))
+def _draw_curve(axes: Any, curve: Curve, label: str, style: str) -> None:
+    if not len(curve.steps):
+        return
+    points = np.linspace(0, len(curve.steps) - 1, min(len(curve.steps), _POINTS)).astype(int)
+    steps, returns = curve.steps[points], curve.returns[points]
+    (line,) = axes.plot(steps, iqm(returns), style, label=label, markersize=3)
+    if returns.shape[1] > 1:
+        low, high = zip(*(bootstrap_interval(row, iqm, 500) for row in returns), strict=True)
+        axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+
+
+def draw_sweep(path: Path, title: str, results: list[Result]) -> None:
+    """Final return against each swept option, and a heat map where two make a full grid."""
+    from matplotlib.figure import Figure
+
+    names = list(results[0].setting.swept)
+    sizes = [len(_options(results, name)) for name in names]
+    is_grid = len(names) == 2 and math.prod(sizes) == len(results) and min(sizes) > 1
+    panels = len(names) + is_grid
+    figure = Figure(figsize=(4.2 * panels, 4), layout="constrained")
+    all_axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axes, name in zip(all_axes, names, strict=False):
+        _draw_option(axes, name, results)
+    if is_grid:
+        _draw_grid(figure, all_axes[-1], results)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def _options(results: list[Result], name: str) -> list[Any]:
+    """The values of an option, in the order of the sweep."""
+    return list(dict.fromkeys(result.setting.swept[name] for result in results))
+
+
+def _draw_option(axes: Any, name: str, results: list[Result]) -> None:
+    """A point a setting, and the runs that share a value together, with their interval."""
+    values = _options(results, name)
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    for place, value in enumerate(values):
+        x = value if numeric else place
+        finals = np.array([r.outcome.final for r in results if r.setting.swept[name] == value])
+        axes.plot([x] * len(finals), iqm(finals), "o", color="0.6", markersize=4)
+        interval = bootstrap_interval(finals, iqm, 500)
+        if finals.size > 1 and all(map(math.isfinite, interval)):
+            axes.plot([x, x], interval, "-", color="C0")
+            axes.plot(x, iqm(finals.ravel()), "s", color="C0", markersize=5)
+    if numeric and min(values) > 0 and max(values) >= 10 * min(values):
+        axes.set_xscale("log")
+    if not numeric:
+        axes.set_xticks(range(len(values)), [show(v) for v in values])
+    axes.set(xlabel=name, ylabel="final return")
+    axes.grid(alpha=0.3)
+
+
+def _draw_grid(figure: Any, axes: Any, results: list[Result]) -> None:
+    """A heat map of a full grid over two options."""
+    row_name, column_name = results[0].setting.swept
+    rows, columns = _options(results, row_name), _options(results, column_name)
+    cells = {tuple(r.setting.swept.values()): float(iqm(r.outcome.final)) for r in results}
+    values = np.array([[cells[row, column] for column in columns] for row in rows])
+    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", origin="lower")
+    axes.set(xlabel=column_name, ylabel=row_name, title="IQM")
+    axes.set_xticks(range(len(columns)), [show(v) for v in columns])
+    axes.set_yticks(range(len(rows)), [show(v) for v in rows])
+    figure.colorbar(image, ax=axes)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from purejaxppo.devices import mean_over_devices, num_shards
 from purejaxppo.types import Scalar
 
 
@@ -36,7 +37,7 @@ def init_moments(shape: tuple[int, ...]) -> Moments:
 
 
 def update_moments(moments: Moments, samples: Array, valid: Array) -> Moments:
-    """Merges a batch; samples that are not valid do not count.
+    """Merges a batch, of all devices; samples that are not valid do not count.
 
     Args:
         moments: of shape [...].
@@ -45,12 +46,14 @@ def update_moments(moments: Moments, samples: Array, valid: Array) -> Moments:
     """
     axes = tuple(range(valid.ndim))
     mask = valid.reshape(valid.shape + (1,) * (samples.ndim - valid.ndim))
-    count = jnp.sum(valid, dtype=jnp.float32)
-    size = jnp.maximum(count, 1.0)
+    size = mean_over_devices(jnp.sum(valid, dtype=jnp.float32))
+    count = size * num_shards()
+    size = jnp.maximum(size, 1e-8)
     # Deviations from the running mean keep float32 exact where the mean is far from zero.
     deviation = jnp.where(mask, samples - moments.mean, 0.0)
-    shift = jnp.sum(deviation, axes) / size
-    var = jnp.sum(jnp.where(mask, jnp.square(deviation - shift), 0.0), axes) / size
+    shift = mean_over_devices(jnp.sum(deviation, axes)) / size
+    squares = jnp.sum(jnp.where(mask, jnp.square(deviation - shift), 0.0), axes)
+    var = mean_over_devices(squares) / size
     added = count + moments.lost
     total = moments.count + added
     weight = count / jnp.maximum(total, 1.0)

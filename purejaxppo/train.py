@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
+from purejaxppo.devices import AXIS
+from purejaxppo.distributions import noise_size
 from purejaxppo.envs.base import VectorEnvironment, Vectorized
 from purejaxppo.evaluate import evaluate
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
@@ -72,11 +77,18 @@ def stack_hypers(hypers: list[Hyper]) -> Hyper:
 
 @dataclass(frozen=True)
 class Plan:
-    """How R runs are laid out: blocks of vmapped runs, one after another, on every device."""
+    """How R runs are laid out: blocks of vmapped runs, one after another, on every device.
+
+    Attributes:
+        num_devices: that have runs of their own.
+        block: runs vmapped together.
+        shards: devices that share the environments of each run; 1 where it has one for itself.
+    """
 
     num_runs: int
     num_devices: int
     block: int
+    shards: int = 1
 
     @property
     def padded(self) -> int:
@@ -85,19 +97,68 @@ class Plan:
         return -(-self.num_runs // unit) * unit
 
 
-def make_plan(num_runs: int, block: int | None = None) -> Plan:
+def make_plan(num_runs: int, block: int | None = None, shard_environments: bool = False) -> Plan:
     """The layout of runs on the devices at hand.
 
     The block fixes the arithmetic: the same block size gives the same bits on any number of
     devices. Its default on a CPU, at most 4, fits the cache.
     """
     devices = jax.devices()
-    num_devices = min(len(devices), num_runs)
+    num_devices = 1 if shard_environments else min(len(devices), num_runs)
+    if jax.process_count() > 1 and not shard_environments:
+        num_devices = len(devices)  # every process has a part
     if block is None:
         block = -(-num_runs // num_devices)
         if devices[0].platform == "cpu":
             block = -(-block // -(-block // 4))
-    return Plan(num_runs, num_devices, block)
+    return Plan(num_runs, num_devices, block, len(devices) if shard_environments else 1)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of memory a run takes on its device, estimated before anything is compiled.
+
+    Attributes:
+        held: always: its state going into a chunk and coming out of it, and its metrics.
+        work: while it is in the block at hand: rollout, activations and gradients.
+    """
+
+    held: int
+    work: int
+
+    def total(self, plan: Plan) -> int:
+        """Of all runs on all devices."""
+        return (plan.padded * self.held + plan.num_devices * plan.block * self.work) * plan.shards
+
+
+def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree) -> Footprint:
+    """The footprint of a run whose states have these shapes, of all that the plan computes.
+
+    How often rollout, state and activations are there at a time was read off compiled programs.
+    """
+    config, env, _ = setup
+    state = nbytes(states) // (plan.padded * plan.shards)
+    per_sample = math.prod(env.observation_space.shape) + 2 * noise_size(env.action_space) + 10
+    rollout = 4 * config.batch_size * per_sample
+    units = (2 - config.shared_torso) * sum(config.torso_layers)
+    units += sum(config.policy_layers) + sum(config.value_layers) + noise_size(env.action_space) + 1
+    activations = 4 * units * config.batch_size // config.num_minibatches
+    metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
+    return Footprint(2 * state + metrics, int(2.5 * rollout + 2 * state + 2.5 * activations))
+
+
+def nbytes(shapes: PyTree) -> int:
+    """Bytes of arrays or their shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+def fit(plan: Plan, footprint: Footprint, limit: int) -> Plan | None:
+    """The plan with the largest block, up to its own, that stays below `limit` bytes in all."""
+    for block in range(plan.block, 0, -1):
+        smaller = dataclasses.replace(plan, block=block)
+        if footprint.total(smaller) <= limit:
+            return smaller
+    return None
 
 
 class Trainer:
@@ -107,33 +168,52 @@ class Trainer:
     chunk(states, hypers, (count, iterations)) -> (states, Metrics [R, MAX_CHUNK]), of which the
         first `count` hold; the states given are used up
     evaluate(states, hypers, ()) -> Episode [R, E]
+
+    Where D devices share the environments of a run, leaves of states and results are [R, D, ...].
+
+    Args:
+        setup: for the environments of one device.
     """
 
     def __init__(self, setup: ppo.Setup, plan: Plan, eval_env: VectorEnvironment | None = None):
         self.setup, self.plan = setup, plan
-        self._mesh = Mesh(np.array(jax.devices()[: plan.num_devices]), ("runs",))
-        self._by_run = NamedSharding(self._mesh, PartitionSpec("runs"))
-        self.init = self._map(functools.partial(_init, setup), effort=0)
-        self.chunk = self._map(functools.partial(_chunk, setup), donate_argnums=0)
-        self.evaluate = self._map(functools.partial(_evaluate, setup, eval_env or setup.env))
+        devices = np.array(jax.devices()[: plan.num_devices * plan.shards])
+        self._mesh = Mesh(devices.reshape(plan.num_devices, plan.shards), ("runs", AXIS))
+        self._by_run = PartitionSpec("runs")
+        self._by_shard = PartitionSpec("runs", AXIS) if plan.shards > 1 else self._by_run
+        self.init = self._map(functools.partial(_init, setup), self._by_run, effort=0)
+        chunk = functools.partial(_chunk, setup)
+        self.chunk = self._map(chunk, self._by_shard, donate_argnums=0)
+        self.evaluate = self._map(
+            functools.partial(_evaluate, setup, eval_env or setup.env), self._by_shard
+        )
 
     def shard(self, runs: PyTree) -> PyTree:
         """Host arrays [num_runs, ...] as device arrays [padded, ...]."""
         extra = self.plan.padded - self.plan.num_runs
         padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], extra, 0)]), runs)
-        return jax.device_put(padded, self._by_run)
+        return jax.device_put(padded, NamedSharding(self._mesh, self._by_run))
 
     def sharded_like(self, shapes: PyTree) -> PyTree:
-        """Shapes of device arrays [padded, ...], with the sharding that these have."""
+        """Shapes of the device arrays of a state, with the sharding that these have."""
+        sharding = NamedSharding(self._mesh, self._by_shard)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._by_run), shapes
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
 
     def fetch(self, runs: PyTree) -> PyTree:
-        """Device arrays [padded, ...] as host arrays [num_runs, ...]."""
+        """Device arrays [padded, ...] as host arrays [num_runs, ...], in every process."""
+        if jax.process_count() > 1:
+            runs = multihost_utils.process_allgather(runs, tiled=True)
         return jax.tree.map(lambda x: np.asarray(x)[: self.plan.num_runs], runs)
 
-    def _map(self, function: Callable[..., PyTree], effort: int = 1, **jit_options: Any) -> Any:
+    def _map(
+        self,
+        function: Callable[..., PyTree],
+        state_spec: PartitionSpec,
+        effort: int = 1,
+        **jit_options: Any,
+    ) -> Any:
         """Jitted: function(state, hyper, shared) of each run, in blocks on every device.
 
         Level 1 of XLA's effort compiles a third faster on a CPU than its default and runs as fast;
@@ -143,18 +223,22 @@ class Trainer:
             jit_options["compiler_options"] = {"xla_backend_optimization_level": effort}
 
         def blocks(states: PyTree, hypers: Hyper, shared: PyTree) -> PyTree:
+            if AXIS in state_spec:
+                states = jax.tree.map(lambda x: x[:, 0], states)  # this device's own
             each = lambda run: function(*run, shared)  # noqa: E731
             # A vmap of one would only take longer to trace.
             block = self.plan.block if self.plan.block > 1 else None
-            return jax.lax.map(each, (states, hypers), batch_size=block)
+            results = jax.lax.map(each, (states, hypers), batch_size=block)
+            if self.plan.shards > 1:
+                results = jax.tree.map(lambda x: x[:, None], results)
+            return results
 
-        by_run, everywhere = PartitionSpec("runs"), PartitionSpec()
         # Runs are independent: there is no replication between devices to be checked.
         sharded = jax.shard_map(
             blocks,
             mesh=self._mesh,
-            in_specs=(by_run, by_run, everywhere),
-            out_specs=by_run,
+            in_specs=(state_spec, self._by_run, PartitionSpec()),
+            out_specs=self._by_shard,
             check_vma=False,
         )
         return jax.jit(sharded, **jit_options)

@@ -1,4 +1,4 @@
-"""For all tests: two CPU devices, a compilation cache, and a registry that each leaves as it was."""
+"""For all tests: eight CPU devices, a compilation cache, and a registry that each leaves as it was."""
 
 import os
 from pathlib import Path
@@ -10,10 +10,11 @@ from purejaxppo import envs
 
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)  # for commands that tests start
+jax.devices()  # or a test that trains one run would come first, and leave one device to all
 
 
 @pytest.fixture(autouse=True)

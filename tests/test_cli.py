@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import yaml
 
-from purejaxppo import cli, envs, host
+from purejaxppo import cli, envs, host, report
 from purejaxppo.config import ConfigError, load_settings
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
+from purejaxppo.loop import Training
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
 
@@ -137,6 +138,50 @@ def test_header_and_results(tmp_path, capsys):
     assert f"written to {tmp_path / 'run'}" in shown
 
 
+def test_sweep(tmp_path, capsys):
+    """Two programs of two settings and two seeds; one setting cannot but diverge."""
+    path = tmp_path / "run"
+    status = train(
+        "--env", "Pendulum-v1", "--total-timesteps", "64", "--num-seeds", "2", "--seed", "3",
+        "--sweep", "learning_rate=1e38,1e-3", "--sweep", "num_envs=2,4", "--max-grad-norm", "1e38",
+        "--eval-episodes", "2", "--run-dir", str(path),
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert status == 0
+    assert "learning_rate=1e38,1e-3 num_envs=2,4: 4 settings" in shown
+    assert "program 2 of 2: num_envs=4: 4 runs" in shown
+    assert "diverged: run 1, learning_rate=1e+38, num_envs=2, seed 4" in shown
+
+    table = rows(path / "sweep.csv")
+    assert [(row["run"], row["setting"], row["seed"]) for row in table] == [
+        (str(run), str(run // 2), str(3 + run % 2)) for run in range(8)
+    ]
+    assert [row["sweep.learning_rate"] for row in table] == ["1e+38"] * 4 + ["0.001"] * 4
+    assert [row["diverged"] for row in table] == ["True"] * 4 + ["False"] * 4
+    assert [row["env_steps"] for row in table] == ["64"] * 8
+    assert [row["final_return"] == "" for row in table] == [True] * 4 + [False] * 4
+
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["diverged_runs"] == [0, 1, 2, 3]
+    best, *others = summary["settings"]
+    final = [float(row["final_return"]) for row in table if int(row["run"]) in best["runs"]]
+    np.testing.assert_allclose(best["iqm"], np.mean(final), rtol=1e-6)
+    assert best["swept"]["learning_rate"] == 1e-3
+    assert [other["diverged"] for other in others] == [0, 2, 2]
+    for name in ("sweep.png", "learning_curve.png"):
+        assert (path / name).read_bytes().startswith(b"\x89PNG")
+
+    # The best setting trains as it is, to what its runs reached in the sweep.
+    again = tmp_path / "again"
+    arguments = ["--config", str(path / "best.yaml"), "--run-dir", str(again)]
+    assert cli.train_command(arguments) == 0
+    config = yaml.safe_load((again / "config.yaml").read_text())
+    assert (config["sweep"], config["learning_rate"]) == ([], 1e-3)
+    assert config["num_envs"] == best["swept"]["num_envs"]
+    returns = json.loads((again / "summary.json").read_text())["evaluation"]["return_per_run"]
+    np.testing.assert_allclose(returns, final, rtol=1e-6)
+
+
 def test_no_evaluation(tmp_path):
     path = tmp_path / "run"
     assert train("--total-timesteps", "32", "--eval-episodes", "0", "--run-dir", str(path)) == 0
@@ -181,11 +226,19 @@ def test_no_evaluation(tmp_path):
         ("--env MNISTBandit-bsuite", "downloads its data, and that failed"),
         ("--config missing.yaml", "--config missing.yaml: No such file or directory"),
         ("--run-dir /proc/nothing", "--run-dir /proc/nothing"),
+        ("--sweep lerning_rate=1,2", "--sweep lerning_rate: no such option; did you mean"),
+        ("--sweep gamma=0.9 --sweep ent_coef=1,-1", "--ent-coef -1.0: must be at least 0"),
+        ("--sweep gamma~uniform(0,1) --samples 0", "--samples 0: must be at least 1"),
+        ("--memory-limit 1MiB", "1 runs in blocks of 1 need"),
+        ("--memory-limit 8Gx", "--memory-limit 8Gx: must be a size such as 8GiB"),
+        ("--num-envs 3 --shard environments", "--num-envs 3 cannot be divided among 8 devices"),
+        ("--process-id 1", "--process-id: only with --distributed"),
+        ("--distributed --process-id 1", "all of --coordinator, --num-processes, --process-id"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(arguments, message, capsys, monkeypatch, tmp_path):
-    """Before anything compiles: not even a trainer is made."""
-    monkeypatch.setattr(host, "Trainer", None)
+    """Before anything compiles."""
+    monkeypatch.setattr(Training, "_compile", None)
     if "--run-dir" not in arguments:
         arguments += f" --run-dir {tmp_path / 'run'}"
     assert train(*arguments.split()) == 2
@@ -214,7 +267,7 @@ def test_all_runs_diverged(tmp_path, capsys):
     )  # fmt: skip
     assert status == 1
     assert json.loads((path / "summary.json").read_text())["diverged_runs"] == [0]
-    assert "diverged: the run with seed 0" in capsys.readouterr().out
+    assert "diverged: run 0, seed 0" in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):
@@ -299,7 +352,7 @@ def test_device_error_is_not_hidden(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(host, "write_summary", full)
+    monkeypatch.setattr(report, "write_summary", full)
     path = str(tmp_path / "run")
     assert train("--total-timesteps", "32", "--eval-episodes", "0", "--run-dir", path) == 1
     assert "No space left on device" in capsys.readouterr().err

@@ -6,7 +6,9 @@ import types
 import numpy as np
 import pytest
 
-from purejaxppo.loggers import EvaluationTable, MetricsTable, pool
+from purejaxppo.config import Config, Hyper
+from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, pool
+from purejaxppo.sweep import Run, Setting
 from purejaxppo.types import Metrics
 
 
@@ -15,6 +17,11 @@ def metrics(**values):
     shape = np.shape(next(iter(values.values())))
     filled = {name: np.ones(shape) for name in Metrics.__dataclass_fields__}
     return filled | {name: np.asarray(value) for name, value in values.items()}
+
+
+def runs(*seeds, swept=()):
+    setting = Setting(dict(swept), Config(), Hyper())
+    return [Run(number, seed, setting) for number, seed in enumerate(seeds)]
 
 
 def test_pool_weighs_episodes_by_their_count():
@@ -47,35 +54,48 @@ def test_pool_hides_no_divergence_and_invents_no_episode():
 
 
 def test_intervals_run_across_chunks_and_the_last_is_shorter(tmp_path):
-    table = MetricsTable(tmp_path / "m.csv", seeds=[7], interval=3, steps_per_iteration=10)
-    for part in ([0.0, 1.0], [2.0], [3.0, 4.0, 5.0, 6.0]):
-        table.add(metrics(value_mean=np.array(part)[:, None]))
-    table.close()
-    with (tmp_path / "m.csv").open() as file:
+    with Tables(tmp_path, {}) as tables:
+        table = MetricsTable(tables.metrics, runs(7), interval=3, steps_per_iteration=10)
+        for part in ([0.0, 1.0], [2.0], [3.0, 4.0, 5.0, 6.0]):
+            table.add(metrics(value_mean=np.array(part)[:, None]))
+        table.flush()
+        table.flush()
+    with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(r["iteration"], r["env_steps"], r["value_mean"]) for r in rows] == [
         ("3", "30", "1"), ("6", "60", "4"), ("7", "70", "6"),
     ]  # fmt: skip
-    assert len(table.rows) == 3
+
+
+def test_swept_values_are_columns_as_they_are_written_on_the_command_line(tmp_path):
+    swept = {"torso_layers": (64, 32), "target_kl": None, "gamma": 0.9, "shared_torso": True}
+    with Tables(tmp_path, swept) as tables:
+        table = MetricsTable(tables.metrics, runs(7, swept=swept), 1, 10)
+        table.add(metrics(value_mean=np.zeros((1, 1))))
+    with (tmp_path / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    shown = {name: row[f"sweep.{name}"] for name in swept}
+    assert shown == {
+        "torso_layers": "64x32", "target_kl": "none", "gamma": "0.9", "shared_torso": "True",
+    }  # fmt: skip
 
 
 def test_a_table_is_never_overwritten(tmp_path):
-    (tmp_path / "m.csv").write_text("precious")
+    (tmp_path / "metrics.csv").write_text("precious")
     with pytest.raises(FileExistsError):
-        MetricsTable(tmp_path / "m.csv", [0], 1, 1)
-    assert (tmp_path / "m.csv").read_text() == "precious"
+        Tables(tmp_path, {})
+    assert (tmp_path / "metrics.csv").read_text() == "precious"
 
 
 def test_unfinished_episodes_do_not_count(tmp_path):
-    table = EvaluationTable(tmp_path / "e.csv", seeds=[3, 4])
     episodes = types.SimpleNamespace(
         ended=np.array([[True, False, True], [False, False, False]]),
         score=np.array([[1.0, 100.0, 3.0], [9.0, 9.0, 9.0]]),
         length=np.array([[5, 100, 7], [9, 9, 9]]),
     )
-    first, second = table.add(episodes, iteration=2, env_steps=20)
-    assert (first["return_mean"], first["length_mean"], first["episodes"]) == (2.0, 6.0, 2)
-    assert first["return_std"] == 1.0
-    assert np.isnan(second["return_mean"])
-    table.close()
-    assert (tmp_path / "e.csv").read_text().splitlines()[2] == "1,4,2,20,,,,0"
+    with Tables(tmp_path, {}) as tables:
+        EvaluationTable(tables.evaluation, runs(3, 4)).add(episodes, iteration=2, env_steps=20)
+    assert (tmp_path / "evaluation.csv").read_text().splitlines()[1:] == [
+        "0,3,2,20,2,1,6,2",
+        "1,4,2,20,,,,0",
+    ]

@@ -1,35 +1,17 @@
-"""Statistics over runs, the summary and the learning curve."""
+"""What a report reads from the tables of a run directory, and writes."""
 
+import dataclasses
 import json
 
 import numpy as np
-from scipy import stats as scipy_stats
+import pytest
 
-from purejaxppo.report import bootstrap_interval, curve, iqm, plot_learning_curve, write_summary
-
-
-def test_iqm_is_scipys_trimmed_mean_where_quarters_are_whole():
-    values = np.random.default_rng(0).normal(size=(5, 12))
-    np.testing.assert_allclose(iqm(values), scipy_stats.trim_mean(values, 0.25, axis=-1))
-
-
-def test_iqm_of_few_runs_counts_the_edges_in_part():
-    assert iqm(np.array([3.0])) == 3.0
-    assert iqm(np.array([1.0, 2.0])) == 1.5
-    # The middle half of six is one and a half on either side: (0.5 * 2 + 3 + 4 + 0.5 * 5) / 3.
-    assert iqm(np.array([6.0, 5.0, 4.0, 3.0, 2.0, 1.0])) == 3.5
-    np.testing.assert_allclose(iqm(np.array([0.0, 1.0, 10.0])), (0.25 * 0 + 1 + 0.25 * 10) / 1.5)
-
-
-def test_bootstrap_interval_agrees_with_scipy():
-    values = np.random.default_rng(1).normal(3.0, 2.0, 40)
-    theirs = scipy_stats.bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=2000, rng=0
-    ).confidence_interval
-    np.testing.assert_allclose(bootstrap_interval(values), theirs, atol=0.1)
-    assert bootstrap_interval(values) == bootstrap_interval(values)
-    low, high = bootstrap_interval(values, iqm)
-    assert low < iqm(values) < high
+from purejaxppo import cli
+from purejaxppo.config import ConfigError, RunOptions, Settings
+from purejaxppo.loggers import Tables, swept_columns
+from purejaxppo.report import compare, make_curve, read_report, write_config, write_summary
+from purejaxppo.sweep import make_runs, make_settings_of
+from purejaxppo.types import Metrics
 
 
 def test_summary_has_no_numbers_json_does_not_know(tmp_path):
@@ -41,22 +23,80 @@ def test_summary_has_no_numbers_json_does_not_know(tmp_path):
     }
 
 
-def rows(returns):
-    return [
-        {"env_steps": 100 * (i + 1), "episode_return": value, "return_mean": value}
-        for i, per_run in enumerate(returns)
-        for value in per_run
-    ]
-
-
 def test_curve_leaves_out_steps_where_a_run_has_no_number():
-    steps, values = curve(rows([[np.nan, 1.0], [2.0, 3.0], [4.0, 5.0]]), "episode_return")
+    nan = float("nan")
+    table = {0: {100: nan, 200: 2.0, 300: 4.0}, 1: {100: 1.0, 200: 3.0, 300: 5.0}, 2: {100: 0.0}}
+    steps, returns = make_curve(table, [0, 1])
     np.testing.assert_array_equal(steps, [200, 300])
-    np.testing.assert_array_equal(values, [[2.0, 3.0], [4.0, 5.0]])
+    np.testing.assert_array_equal(returns, [[2.0, 3.0], [4.0, 5.0]])
+    assert make_curve(table, [0, 2]).returns.shape == (0, 2)
+    assert make_curve(table, []).returns.shape == (0, 0)
 
 
-def test_learning_curve_is_drawn_with_and_without_data(tmp_path):
-    plot_learning_curve(tmp_path / "a.png", "x", rows([[1.0, 2.0], [2.0, 3.0]]), rows([[1.0, 1.0]]))
-    plot_learning_curve(tmp_path / "b.png", "x", [], [])
-    full, empty = ((tmp_path / name).stat().st_size for name in ("a.png", "b.png"))
-    assert full > empty > 1000
+@pytest.fixture(scope="module")
+def run_dirs(tmp_path_factory):
+    """Two run directories of one environment: two settings in the first, one of them diverged."""
+    folder = tmp_path_factory.mktemp("report")
+    for name, sweep in (("a", ("gamma=0.9,0.99",)), ("b", ())):
+        path = folder / name
+        path.mkdir()
+        settings = Settings(RunOptions(num_seeds=2, sweep=sweep))
+        write_config(path / "config.yaml", settings)
+        runs = make_runs(make_settings_of(settings), settings.run)
+        with Tables(path, runs[0].setting.swept) as tables:
+            for steps in (100, 200):
+                for run in runs:
+                    place = {
+                        "run": run.number,
+                        "seed": run.seed,
+                        "iteration": 1,
+                        "env_steps": steps,
+                    }
+                    place |= swept_columns(run.setting.swept)
+                    value = float(steps + 10 * run.number)
+                    blank = dict.fromkeys(Metrics.__dataclass_fields__, 0.0)
+                    tables.metrics.write([place | blank | {"episode_return": value}])
+                    blank = dict.fromkeys(("return_std", "length_mean", "episodes"), 0.0)
+                    tables.evaluation.write([place | blank | {"return_mean": value + 1}])
+    (folder / "a" / "summary.json").write_text(json.dumps({"diverged_runs": [3]}))
+    return folder
+
+
+def test_results_are_read_from_the_tables(run_dirs):
+    report = read_report(run_dirs / "a")
+    first, second = (result.outcome for result in report.results)
+    assert (first.runs, first.seeds, first.env_steps) == ([0, 1], [0, 1], 200)
+    np.testing.assert_allclose(first.final, [201, 211])
+    np.testing.assert_allclose(first.area, [151, 161])
+    np.testing.assert_array_equal(second.diverged, [False, True])
+    np.testing.assert_allclose(second.final, [221, -np.inf])
+    np.testing.assert_allclose(report.results[1].evaluation.returns, [[121], [221]])
+    assert [result.name for result in report.ranked] == ["gamma=0.9", "gamma=0.99"]
+
+
+def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys):
+    output = tmp_path / "c.png"
+    directories = [str(run_dirs / name) for name in "ab"]
+    assert cli.report_command([*directories, "--output", str(output)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    # b and the surviving setting of a are equal; the sort keeps their order.
+    assert [line.split()[1] for line in lines] == ["a,", "b", "a,"]
+    for path in (output, run_dirs / "a" / "sweep.png", run_dirs / "b" / "learning_curve.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_command_of_what_is_no_run_directory(tmp_path, capsys):
+    assert cli.report_command([str(tmp_path / "nothing")]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("purejaxppo: error: ")
+    assert "config.yaml" in shown
+    assert shown.count("\n") == 1
+
+
+def test_different_environments_are_not_compared(run_dirs, tmp_path):
+    reports = [read_report(run_dirs / name) for name in "ab"]
+    config = dataclasses.replace(reports[1].settings.config, env="Pendulum-v1")
+    other = dataclasses.replace(reports[1].settings, config=config)
+    reports[1] = dataclasses.replace(reports[1], settings=other)
+    with pytest.raises(ConfigError, match="CartPole-v1, Pendulum-v1"):
+        compare(reports, tmp_path / "c.png")

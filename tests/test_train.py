@@ -17,8 +17,11 @@ from purejaxppo.envs.base import Vectorized
 from purejaxppo.evaluate import evaluate
 from purejaxppo.train import (
     MAX_CHUNK,
+    Footprint,
     Plan,
     Trainer,
+    fit,
+    make_footprint,
     make_plan,
     make_setup,
     make_train,
@@ -96,16 +99,46 @@ def test_a_run_of_a_sweep_is_that_run_alone_bit_for_bit(trained):
         chex.assert_trees_all_equal(run_of(trained, i), run_of(result, 0))
 
 
-@pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two devices")
-def test_the_number_of_devices_does_not_change_the_bits(trained):
-    plan = Plan(num_runs=3, num_devices=2, block=1)
-    assert plan.padded == 4
-    chex.assert_trees_all_equal(Sweep(plan).train(SEEDS, HYPERS), trained)
-
-
 @pytest.fixture(scope="module")
 def in_pairs():
     return Sweep(Plan(num_runs=3, num_devices=1, block=2))
+
+
+@pytest.mark.parametrize(("num_devices", "padded"), [(2, 4), (8, 8)])
+def test_the_number_of_devices_does_not_change_the_bits(trained, num_devices, padded):
+    plan = Plan(num_runs=3, num_devices=num_devices, block=1)
+    assert plan.padded == padded
+    chex.assert_trees_all_equal(Sweep(plan).train(SEEDS, HYPERS), trained)
+
+
+@pytest.mark.parametrize("learning_rate", [1e3, 1e38])
+def test_a_diverging_run_does_not_touch_its_neighbours(in_pairs, learning_rate):
+    """Not even those in its block."""
+    (params, _), metrics = in_pairs.train(SEEDS, HYPERS)
+    wild = [HYPERS[0].replace(learning_rate=learning_rate, max_grad_norm=1e38), *HYPERS[1:]]
+    (wild_params, _), wild_metrics = in_pairs.train(SEEDS, wild)
+    assert relative_distance(run_of(wild_params, 0), run_of(params, 0)) > 1 or np.isnan(
+        wild_metrics.policy_loss[0, -1]
+    )
+    for run in (1, 2):
+        chex.assert_trees_all_equal(run_of(wild_params, run), run_of(params, run))
+        chex.assert_trees_all_equal(run_of(wild_metrics, run), run_of(metrics, run))
+
+
+def test_the_swept_gamma_is_that_of_reward_scaling():
+    """A reward of 1 a step for ever: after t steps the discounted return is (1 - g^t) / (1 - g)."""
+    gammas = np.array([0.5, 0.9, 1.0])
+    trainer = Trainer(
+        make_setup(CONFIG, TimeLimit(max_episode_steps=None)),
+        Plan(num_runs=3, num_devices=1, block=3),
+    )
+    hypers = trainer.shard(stack_hypers([Hyper(gamma=float(g)) for g in gammas]))
+    states = trainer.init(trainer.shard(np.zeros(3, np.uint32)), hypers, ())
+    states, _ = trainer.chunk(states, hypers, (np.int32(2), np.float32(2)))
+    returns = np.cumsum(gammas[:, None] ** np.arange(2 * CONFIG.num_steps), axis=1)
+    moments = trainer.fetch(states.return_stats.moments)
+    np.testing.assert_allclose(moments.mean, returns.mean(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(moments.var, returns.var(axis=1), rtol=1e-4)
 
 
 def test_padding_does_not_change_results(in_pairs):
@@ -199,6 +232,31 @@ def test_a_plan_uses_the_devices_there_are_and_no_more():
     assert plan.num_devices == min(devices, 10)
     assert plan.block <= 4
     assert plan.padded - 10 < plan.num_devices * plan.block
+
+
+def test_a_footprint_lies_above_what_is_compiled_and_not_far():
+    config = Config(num_envs=64, num_steps=128)
+    plan = Plan(num_runs=4, num_devices=1, block=2)
+    trainer = Trainer(make_setup(config), plan)
+    hypers = trainer.shard(stack_hypers([Hyper()] * 4))
+    shapes = jax.eval_shape(trainer.init, trainer.shard(np.zeros(4, np.uint32)), hypers, ())
+    estimate = make_footprint(trainer.setup, plan, shapes).total(plan)
+    shared = (np.int32(1), np.float32(1))
+    memory = trainer.chunk.lower(shapes, hypers, shared).compile().memory_analysis()
+    size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    size += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert 0.6 * estimate < size < estimate
+
+
+def test_blocks_are_as_large_as_memory_allows():
+    plan, footprint = Plan(num_runs=10, num_devices=2, block=5), Footprint(held=10, work=100)
+    assert footprint.total(plan) == 10 * 10 + 2 * 5 * 100
+    assert fit(plan, footprint, 1100) == plan
+    assert fit(plan, footprint, 1099).block == 4  # although that computes 16 runs
+    assert fit(plan, footprint, 12 * 10 + 2 * 2 * 100).block == 2
+    assert fit(plan, footprint, 10 * 10 + 2 * 100).block == 1
+    assert fit(plan, footprint, 299) is None
+    assert Footprint(10, 100).total(dataclasses.replace(plan, shards=3)) == 3 * 1100
 
 
 def test_shard_repeats_the_last_run_and_fetch_takes_it_off():

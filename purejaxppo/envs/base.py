@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from purejaxppo.devices import split_keys
 from purejaxppo.spaces import Space
 from purejaxppo.types import Episode, PyTree, TimeStep
 
@@ -176,11 +177,11 @@ class Vectorized:
         return strong_types(state), self._cast(obs)
 
     def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
-        """Start states [*shape, ...]."""
+        """Start states [*shape, ...], the last axis being environments; consumes key."""
         start = self._start
         for _ in shape:
             start = jax.vmap(start)
-        return Starts(*start(jax.random.split(key, shape)))
+        return Starts(*start(split_keys(key, shape)))
 
     def _cast(self, obs: Array) -> Array:
         """Integers as int32, everything else as float32."""

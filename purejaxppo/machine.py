@@ -1,0 +1,138 @@
+"""What a training runs on: devices, the compilation cache, memory, and other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import purejaxppo
+from purejaxppo.config import ConfigError, RunOptions, parse_bytes
+
+
+def configure(run: RunOptions, num_runs: int) -> None:
+    """Devices, processes and compilation cache; must come before anything runs.
+
+    Raises:
+        ConfigError: the other processes cannot be reached.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    wanted = cores or 1
+    if run.shard == "runs" and not run.distributed:
+        wanted = min(wanted, num_runs)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        with contextlib.suppress(RuntimeError):  # the backend is up already, as in tests
+            jax.config.update("jax_num_cpu_devices", wanted)
+    if run.distributed:
+        _join(run)
+    if not run.compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "purejaxppo"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _join(run: RunOptions) -> None:
+    """Makes one program of several processes; without an address JAX asks the cluster for it."""
+    try:
+        jax.distributed.initialize(run.coordinator, run.num_processes, run.process_id)
+    except (ValueError, RuntimeError) as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"--distributed: {message}") from None
+
+
+def is_main() -> bool:
+    """Whether this process is the one that reports."""
+    return jax.process_index() == 0
+
+
+def agree(*values: float) -> list[float]:
+    """The greatest of each value over all processes, which must all call this."""
+    if jax.process_count() == 1:
+        return list(values)
+    gathered = multihost_utils.process_allgather(np.array(values, np.float64))
+    return [float(value) for value in gathered.max(axis=0)]
+
+
+class Interrupt:
+    """The first Ctrl-C or SIGTERM lets the chunk in progress end; the second is not awaited."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = {n: signal.signal(n, self._stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, _: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def memory_for_arrays(limit: str | None) -> int:
+    """Bytes that all devices of a process together may hold, in whichever there is least.
+
+    Args:
+        limit: in place of what is free: of each accelerator, or of the whole process on a CPU.
+    """
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        size = parse_bytes(limit) - resident_bytes() if limit else _available_bytes()
+    else:
+        stats = devices[0].memory_stats() or {}
+        size = len(devices) * (parse_bytes(limit) if limit else stats.get("bytes_limit", 2**62))
+    (negative,) = agree(-max(0, size))  # all processes must plan the same
+    return -int(negative)
+
+
+def resident_bytes() -> int:
+    """Bytes of memory this process has, or has had at most where only that is known."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def gib(size: float) -> str:
+    """Bytes for a person to read."""
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def versions() -> dict[str, str]:
+    """Of what a result depends on."""
+    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "numpy")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"purejaxppo": purejaxppo.__version__, "python": platform.python_version(), **found}
+
+
+def device_name() -> str:
+    """Kind and platform of the devices."""
+    device = jax.devices()[0]
+    return f"{device.device_kind} ({device.platform})"

@@ -1,0 +1,285 @@
+"""Sweeps: a batch of runs from grids and random searches, and statistics over what they reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import jax
+import numpy as np
+import yaml
+
+from purejaxppo.config import (
+    Config,
+    ConfigError,
+    Hyper,
+    RunOptions,
+    Settings,
+    coerce,
+    suggest,
+    validate,
+)
+
+# What a single sweep cannot compare, and why.
+_NOT_SWEPT = {
+    "env": "returns of different environments cannot be ranked; train each by itself",
+    "env_args": "train each by itself",
+    "seed": "every setting has the same seeds; --num-seeds says how many",
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a random search draws from: `uniform` or `loguniform` between two bounds."""
+
+    kind: str
+    low: float
+    high: float
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One value, of four digits, so that it is the same wherever it is written."""
+        if self.kind == "loguniform":
+            return float(f"{math.exp(rng.uniform(math.log(self.low), math.log(self.high))):.4g}")
+        return float(f"{rng.uniform(self.low, self.high):.4g}")
+
+
+_RANGES = ("uniform", "loguniform")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of a sweep; without one, there is a single setting.
+
+    Attributes:
+        swept: name and value of what this setting has for itself.
+    """
+
+    swept: dict[str, Any]
+    config: Config
+    hyper: Hyper
+
+
+def show(value: Any) -> str:
+    """A swept value as it is written on the command line."""
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def describe(swept: dict[str, Any]) -> str:
+    """Swept options for a person to read."""
+    return ", ".join(f"{name}={show(value)}" for name, value in swept.items())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One seed of a setting. Runs are numbered setting by setting, seeds innermost."""
+
+    number: int
+    seed: int
+    setting: Setting
+
+    @property
+    def name(self) -> str:
+        """For a person to read."""
+        swept = self.setting.swept
+        return f"run {self.number}, {describe(swept)}{', ' * bool(swept)}seed {self.seed}"
+
+
+def make_settings_of(settings: Settings) -> list[Setting]:
+    """Every combination of the values in `--sweep name=value,value`, for every random sample.
+
+    Random samples depend on `--seed` alone.
+
+    Raises:
+        ConfigError: a name that cannot be swept, or a value that the option does not allow.
+    """
+    grid: dict[str, list[Any]] = {}
+    ranges: dict[str, Range] = {}
+    for item in settings.run.sweep:
+        name, sign, text = re.match(r"([^=~]*)([=~]?)(.*)", item, re.DOTALL).groups()  # type: ignore[union-attr]
+        if not (name and sign and text):
+            raise ConfigError(
+                f"--sweep {item}: write name=value,value or name~loguniform(low,high)"
+            )
+        name = name.strip().removeprefix("--").replace("-", "_")
+        _check_name(name, [*grid, *ranges])
+        if sign == "=":
+            grid[name] = _values(name, text)
+        else:
+            ranges[name] = _range(name, text)
+    samples = _samples(ranges, settings.run)
+    swept = [
+        dict(zip(grid, values, strict=True)) | sample
+        for sample in samples
+        for values in itertools.product(*grid.values())
+    ]
+    return [_setting(settings, values) for values in swept]
+
+
+def make_runs(settings: list[Setting], run: RunOptions) -> list[Run]:
+    """The same seeds for every setting."""
+    seeds = range(run.seed, run.seed + run.num_seeds)
+    pairs = itertools.product(settings, seeds)
+    return [Run(number, seed, setting) for number, (setting, seed) in enumerate(pairs)]
+
+
+def programs(runs: list[Run]) -> list[list[Run]]:
+    """The runs that share a compiled program: of one `Config`, leaving out the same of `Hyper`."""
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        key = run.setting.config, jax.tree.structure(run.setting.hyper)
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
+
+
+def _check_name(name: str, before: list[str]) -> None:
+    known = [n for n in (*get_type_hints(Config), *get_type_hints(Hyper)) if n not in _NOT_SWEPT]
+    if name in _NOT_SWEPT:
+        raise ConfigError(f"--sweep {name}: {_NOT_SWEPT[name]}")
+    if name in get_type_hints(RunOptions):
+        raise ConfigError(f"--sweep {name}: not part of the algorithm, so the same for every run")
+    if name not in known:
+        raise ConfigError(f"--sweep {name}: no such option{suggest(name, known, most=3)}")
+    if name in before:
+        raise ConfigError(f"--sweep {name}: given twice")
+
+
+def _values(name: str, text: str) -> list[Any]:
+    """Values separated by commas; widths of layers are written 64x64."""
+    hint = (get_type_hints(Config) | get_type_hints(Hyper))[name]
+    values = []
+    for part in text.split(","):
+        raw = None if part.strip() == "none" else yaml.safe_load(part)
+        if "layers" in name:
+            raw = [width for width in part.strip().split("x") if width]
+        value = coerce(f"--sweep {name}", raw, hint)
+        if value in values:
+            raise ConfigError(f"--sweep {name}={text}: {part} is there twice")
+        values.append(value)
+    return values
+
+
+def _range(name: str, text: str) -> Range:
+    match = re.fullmatch(r"\s*(\w+)\s*\(([^,]*),([^,]*)\)\s*", text)
+    forms = " or ".join(f"{kind}(low,high)" for kind in _RANGES)
+    if name not in get_type_hints(Hyper):
+        raise ConfigError(
+            f"--sweep {name}~{text}: compiles anew for every value; give a few, {name}="
+        )
+    if match is None:
+        raise ConfigError(f"--sweep {name}~{text}: write {name}~{forms}")
+    kind, *bounds = match.groups()
+    if kind not in _RANGES:
+        raise ConfigError(
+            f"--sweep {name}~{kind}: no such distribution{suggest(kind, _RANGES)} ({forms})"
+        )
+    low, high = (coerce(f"--sweep {name}", bound.strip(), float) for bound in bounds)
+    if not (-math.inf < low < high < math.inf) or (kind == "loguniform" and low <= 0):
+        raise ConfigError(
+            f"--sweep {name}~{text}: low must be below high{', above 0' * (kind == 'loguniform')}"
+        )
+    return Range(kind, low, high)
+
+
+def _samples(ranges: dict[str, Range], run: RunOptions) -> list[dict[str, float]]:
+    if ranges and run.samples is None:
+        raise ConfigError(f"--sweep {next(iter(ranges))}~...: say how many, with --samples")
+    if run.samples is not None and not ranges:
+        raise ConfigError(
+            f"--samples {run.samples}: nothing in --sweep is drawn, as name~... would be"
+        )
+    rng = np.random.default_rng(run.seed)
+    drawn = range(run.samples) if run.samples is not None else range(1)
+    return [{name: spread.draw(rng) for name, spread in ranges.items()} for _ in drawn]
+
+
+def _setting(settings: Settings, swept: dict[str, Any]) -> Setting:
+    config = {name: value for name, value in swept.items() if name in get_type_hints(Config)}
+    hyper = {name: value for name, value in swept.items() if name not in config}
+    setting = Setting(
+        swept,
+        dataclasses.replace(settings.config, **config),
+        settings.hyper.replace(**hyper),
+    )
+    validate(Settings(settings.run, setting.config, setting.hyper))
+    return setting
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the n runs of a setting reached.
+
+    Attributes:
+        final: [n] return of the last evaluation, or of the last training episodes where there was
+            none; minus infinity for a run that diverged, which is the worst there is.
+        area: [n] area under the learning curve, divided by the steps it covers.
+    """
+
+    swept: dict[str, Any]
+    runs: list[int]
+    seeds: list[int]
+    env_steps: int
+    diverged: np.ndarray  # [n] bool
+    final: np.ndarray
+    area: np.ndarray
+
+    @property
+    def score(self) -> tuple[float, ...]:
+        """What settings are ranked by: final returns' interquartile mean and mean, then the area."""
+        means = iqm(self.final), np.mean(self.final), iqm(self.area)
+        return tuple(-math.inf if np.isnan(mean) else float(mean) for mean in means)
+
+    def statistics(self) -> dict[str, Any]:
+        """As `summary.json` has them; intervals are 95% bootstrap intervals over seeds."""
+        return {
+            "swept": self.swept,
+            "runs": self.runs,
+            "env_steps": self.env_steps,
+            "iqm": float(iqm(self.final)),
+            "iqm_interval": bootstrap_interval(self.final, iqm),
+            "mean": float(np.mean(self.final)),
+            "mean_interval": bootstrap_interval(self.final),
+            "area_under_curve": float(iqm(self.area)),
+            "diverged": int(self.diverged.sum()),
+        }
+
+
+def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Interquartile mean (Agarwal et al., 2021): of what is left without a quarter at either end.
+
+    As in rliable, the quarters are rounded down, so up to three runs are all counted.
+    """
+    ordered = np.sort(np.moveaxis(np.asarray(values), axis, -1), axis=-1)
+    size = ordered.shape[-1]
+    return ordered[..., size // 4 : size - size // 4].mean(-1)
+
+
+def bootstrap_interval(
+    values: np.ndarray, statistic: Any = np.mean, resamples: int = 2000, level: float = 0.95
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of a statistic over runs; always the same for the same values.
+
+    Args:
+        values: [n], or [S, n] for S strata, each of which is resampled by itself (Agarwal et al.).
+        statistic: called as statistic(array [resamples, S * n], axis=-1).
+    """
+    strata = np.atleast_2d(values)
+    rng = np.random.default_rng(0)
+    index = rng.integers(0, strata.shape[1], (resamples, *strata.shape))
+    samples = np.take_along_axis(strata[None], index, axis=-1).reshape(resamples, -1)
+    # Without interpolation, which would make NaN of infinities.
+    tails = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(statistic(samples, axis=-1), tails, method="inverted_cdf")
+    return float(low), float(high)
+
+
+def area_under_curve(steps: np.ndarray, returns: np.ndarray) -> np.ndarray:
+    """[n] mean height of the curves [S, n] over steps [S], by trapezoids; NaN without any points."""
+    if len(steps) < 2:
+        return returns[0] if len(steps) else np.full(returns.shape[1:], np.nan)
+    return np.trapezoid(returns, steps, axis=0) / (steps[-1] - steps[0])

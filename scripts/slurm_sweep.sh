@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# A sweep over all GPUs of several machines: sbatch scripts/slurm_sweep.sh --env ant --num-seeds 256
+# One process a GPU; JAX finds the others through Slurm's environment, and process 0 reports.
+#SBATCH --job-name=purejaxppo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-task=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=04:00:00
+#SBATCH --signal=TERM@120
+# Two minutes before the end every process gets SIGTERM, and what was done until then is written.
+set -euo pipefail
+srun --kill-on-bad-exit=1 python -m purejaxppo.run --distributed "$@"

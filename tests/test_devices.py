@@ -1,0 +1,143 @@
+"""A run whose environments are divided among devices, and runs divided among processes."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import chex
+import jax
+import numpy as np
+import pytest
+from probes import Poisoned
+
+from purejaxppo.config import Config, Hyper
+from purejaxppo.envs.base import Vectorized
+from purejaxppo.train import Plan, Trainer, make_setup, stack_hypers
+
+# One minibatch of all samples: those of a device are shuffled among themselves.
+CONFIG = Config(
+    num_envs=8,
+    num_steps=16,
+    num_minibatches=1,
+    torso_layers=(8,),
+    normalize_observations=True,
+    normalize_rewards=True,
+    total_timesteps=2 * 128,
+)
+HYPER = Hyper(learning_rate=0.01)
+
+
+def train(shards, config=CONFIG, hyper=HYPER, iterations=2, num_runs=1):
+    """States and metrics after some iterations, and an evaluation of 8 episodes."""
+    env = Poisoned()
+    share = dataclasses.replace(config, num_envs=config.num_envs // shards)
+    plan = Plan(num_runs=num_runs, num_devices=1, block=1, shards=shards)
+    eval_env = Vectorized(env, 8 // shards, pool_size=1)
+    trainer = Trainer(make_setup(share, env), plan, eval_env)
+    hypers = trainer.shard(stack_hypers([hyper] * num_runs))
+    states = trainer.init(trainer.shard(np.arange(num_runs, dtype=np.uint32)), hypers, ())
+    shared = np.int32(iterations), np.float32(config.iterations)
+    states, metrics = trainer.chunk(states, hypers, shared)
+    episodes = trainer.evaluate(states, hypers, ())
+    learned = trainer.fetch((states.params, states.obs_stats, states.return_stats.moments))
+    return learned, trainer.fetch(metrics), trainer.fetch(episodes)
+
+
+def own(tree, device):
+    """Of the arrays [R, D, ...] those of a device."""
+    return jax.tree.map(lambda x: x[:, device], tree)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(shards=1)
+
+
+@pytest.fixture(scope="module", params=[2, 8])
+def divided(request):
+    return train(shards=request.param)
+
+
+def test_devices_agree_bit_for_bit(divided):
+    learned, metrics, _ = divided
+    for device in range(1, metrics.episodes.shape[1]):
+        chex.assert_trees_all_equal(own(learned, 0), own(learned, device))
+
+
+def test_dividing_environments_changes_rounding_only(alone, divided):
+    learned, metrics, episodes = divided
+    expected, expected_metrics, expected_episodes = alone
+    chex.assert_trees_all_close(own(learned, 0), expected, rtol=1e-4, atol=1e-6)
+    score = episodes.score.reshape(1, -1)
+    np.testing.assert_allclose(score, expected_episodes.score, rtol=1e-4)
+    np.testing.assert_array_equal(
+        metrics.episodes[:, :, :2].sum(axis=1), expected_metrics.episodes[:, :2]
+    )
+    for name in ("approx_kl", "entropy", "grad_norm"):  # of all devices
+        np.testing.assert_allclose(
+            getattr(metrics, name)[:, 0, :2],
+            getattr(expected_metrics, name)[:, :2],
+            rtol=1e-3,
+            atol=1e-6,
+        )
+
+
+def test_every_device_has_environments_of_its_own(divided):
+    _, metrics, episodes = divided
+    assert not np.array_equal(episodes.score[:, 0], episodes.score[:, 1])
+    assert not np.array_equal(metrics.value_mean[:, 0], metrics.value_mean[:, 1])
+
+
+@pytest.mark.parametrize("minibatches", ["samples", "sequences"])
+def test_every_device_stops_at_the_same_update(minibatches):
+    config = dataclasses.replace(CONFIG, num_minibatches=4, minibatches=minibatches)
+    hyper = HYPER.replace(target_kl=1e-3, learning_rate=1e-3)
+    learned, metrics, _ = train(2, config, hyper, num_runs=2)
+    assert np.all(metrics.approx_kl[:, :, 0] > 0)
+    chex.assert_trees_all_equal(own(learned, 0), own(learned, 1))
+    np.testing.assert_array_equal(metrics.approx_kl[:, 0], metrics.approx_kl[:, 1])
+
+
+PROCESS = """
+import sys
+from purejaxppo import cli
+sys.exit(cli.train_command(sys.argv[1:]))
+"""
+SWEEP = (
+    "--env CartPole-v1 --total-timesteps 256 --num-envs 2 --num-steps 16 --torso-layers 8 --num-seeds 3 "
+    "--sweep learning_rate=1e-3,1e-2 --runs-per-block 1 --eval-episodes 4 --eval-every 128"
+)
+
+
+def start(run_dir, devices, *arguments):
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    command = [sys.executable, "-c", PROCESS, *SWEEP.split(), "--run-dir", str(run_dir), *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
+    """Six runs on four devices: the same tables, to the last digit, and written once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    distributed = ["--distributed", "--coordinator", address, "--num-processes", "2"]
+    processes = [
+        start(tmp_path / f"of{i}", 2, *distributed, "--process-id", str(i)) for i in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert ("6 runs" in out or "runs         6" in out) == (process is processes[0])
+    assert not (tmp_path / "of1").exists()
+    single = start(tmp_path / "single", 4)
+    _, err = single.communicate(timeout=300)
+    assert single.returncode == 0, err
+    for name in ("metrics.csv", "evaluation.csv", "sweep.csv"):
+        assert (tmp_path / "of0" / name).read_text() == (tmp_path / "single" / name).read_text()
+    device = json.loads((tmp_path / "of0" / "summary.json").read_text())["device"]
+    assert "cpu" in device
