@@ -1,7 +1,7 @@
 """Continuous control beside Brax's own PPO: same environments, settings, budget and machine.
 
     python -m benchmarks.brax_ppo
-    python -m benchmarks.brax_ppo --env hopper --seeds 4
+    python -m benchmarks.brax_ppo --task hopper --task "hopper, large batches" --seeds 8
 
 Both train with the same batches, networks and coefficients, without annealing; both are evaluated
 by 128 deterministic episodes. Ours trains all seeds at once and, for its speed, one alone; Brax's
@@ -55,6 +55,12 @@ class Task:
     policy_layers: tuple[int, ...] = (64, 64)
     value_layers: tuple[int, ...] = (64, 64)
     evaluations: int = 5
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The environment, and what distinguishes two tasks of one."""
+        return f"{self.env}, {self.label}" if self.label else self.env
 
     @property
     def num_steps(self) -> int:
@@ -102,8 +108,11 @@ TASKS = [
         clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
     ),
     Task(
-        "hopper", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, updates=8,
-        **_SMALL_BATCHES,
+        "hopper", 1_000_000, gamma=0.995, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
+        clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
+    ),
+    Task(
+        "hopper", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, label="large batches"
     ),
     Task(
         "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
@@ -112,12 +121,17 @@ TASKS = [
 ]  # fmt: skip
 
 
-def ours(task: Task, num_seeds: int) -> dict[str, Any]:
+def name_of(result: dict[str, Any]) -> str:
+    """The name of the task of a result."""
+    return Task(**result["task"]).name
+
+
+def ours(task: Task, num_seeds: int, first: int = FIRST_SEED) -> dict[str, Any]:
     """Evaluations [steps, returns of the seeds] and speed of one command."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [sys.executable, "-m", "purejaxppo.run", *task.options()]
-        command += ["--seed", str(FIRST_SEED), "--num-seeds", str(num_seeds)]
+        command += ["--seed", str(first), "--num-seeds", str(num_seeds)]
         command += ["--eval-every", str(task.steps // task.evaluations)]
         command += ["--run-dir", str(run_dir), "--no-compilation-cache"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -131,9 +145,9 @@ def ours(task: Task, num_seeds: int) -> dict[str, Any]:
     return {"evaluations": list(evaluations.items())} | {key: summary[key] for key in keys}
 
 
-def brax(task: Task, num_seeds: int) -> list[dict[str, Any]]:
+def brax(task: Task, num_seeds: int, first: int = FIRST_SEED) -> list[dict[str, Any]]:
     """What `peer_brax.py` says of each seed."""
-    seeds = [str(FIRST_SEED + i) for i in range(num_seeds)]
+    seeds = [str(first + i) for i in range(num_seeds)]
     command = [sys.executable, PEER, json.dumps(asdict(task)), *seeds]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -147,6 +161,22 @@ def measure(task: Task, num_seeds: int) -> dict[str, Any]:
         "ours_alone": ours(task, 1),
         "brax": brax(task, num_seeds),
     }
+
+
+def add_seeds(result: dict[str, Any], num_seeds: int) -> None:
+    """Further seeds, of which only the returns are kept: the machine need not be idle."""
+    task = Task(**result["task"])
+    first = FIRST_SEED + len(result["brax"])
+    further = ours(task, num_seeds, first)["evaluations"]
+    for (_, returns), (_, more) in zip(result["ours"]["evaluations"], further, strict=True):
+        returns += more
+    for run in brax(task, num_seeds, first):
+        result["brax"].append({key: run[key] for key in ("seed", "evaluations")})
+
+
+def timed(result: dict[str, Any], key: str) -> list[float]:
+    """A speed or time of Brax's seeds that have one."""
+    return [run[key] for run in result["brax"] if key in run]
 
 
 def curves(result: dict[str, Any]) -> dict[str, list[tuple[int, np.ndarray]]]:
@@ -166,7 +196,7 @@ def return_rows(result: dict[str, Any]) -> list[str]:
         low, high = bootstrap_interval(final)
         shown = ", ".join(f"{v.mean():.4g} at {steps / 1e6:.2g}M" for steps, v in curve)
         lines.append(
-            f"| {result['task']['env']} | {who} | {len(final)} | {final.mean():.4g} "
+            f"| {name_of(result)} | {who} | {len(final)} | {final.mean():.4g} "
             f"| {low:.4g} ... {high:.4g} "
             f"| {final.min():.4g} | {shown} |"
         )
@@ -179,7 +209,7 @@ def difference_row(result: dict[str, Any]) -> str:
     low, high = bootstrap_interval(ours - peer)
     floor = -0.05 * abs(peer.mean())
     return (
-        f"| {result['task']['env']} | {np.mean(ours - peer):.4g} | {low:.4g} ... {high:.4g} "
+        f"| {name_of(result)} | {np.mean(ours - peer):.4g} | {low:.4g} ... {high:.4g} "
         f"| {floor:.4g} | {'yes' if low > floor else '**no**'} |"
     )
 
@@ -187,15 +217,15 @@ def difference_row(result: dict[str, Any]) -> str:
 def steady_row(result: dict[str, Any]) -> str:
     """Steps per second while training."""
     alone, together = result["ours_alone"], result["ours"]
-    peer = float(np.median([run["steps_per_second"] for run in result["brax"]]))
+    peer = float(np.median(timed(result, "steps_per_second")))
     return speed_row(result, alone["steps_per_second"], together["steps_per_second"], peer)
 
 
 def end_to_end_row(result: dict[str, Any]) -> str:
     """Steps per second with all that a command does."""
     alone, together, steps = result["ours_alone"], result["ours"], result["task"]["steps"]
-    peer = steps / float(np.median([run["wall_seconds"] for run in result["brax"]]))
-    all_steps = steps * len(result["brax"])
+    peer = steps / float(np.median(timed(result, "wall_seconds")))
+    all_steps = steps * len(timed(result, "wall_seconds"))
     speeds = steps / alone["wall_seconds"], all_steps / together["wall_seconds"]
     return speed_row(result, *speeds, peer) + f" {alone['compile_seconds']:.0f} s |"
 
@@ -203,7 +233,7 @@ def end_to_end_row(result: dict[str, Any]) -> str:
 def speed_row(result: dict[str, Any], alone: float, together: float, peer: float) -> str:
     """Three speeds and the ratios of ours to the last."""
     return (
-        f"| {result['task']['env']} | {alone:,.0f} | {together:,.0f} | {peer:,.0f} "
+        f"| {name_of(result)} | {alone:,.0f} | {together:,.0f} | {peer:,.0f} "
         f"| {alone / peer:.2f} | {together / peer:.2f} |"
     )
 
@@ -251,15 +281,21 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Runs the benchmark and writes `results/brax_ppo.md`; what is not asked for is kept."""
     parser = argparse.ArgumentParser(description=__doc__)
-    tasks = {task.env: task for task in TASKS}
-    parser.add_argument("--env", action="append", choices=tasks, help="may be repeated")
+    parser.add_argument("--task", action="append", choices=[t.name for t in TASKS])
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--more", action="store_true", help="add that many seeds to what is there")
     arguments = parser.parse_args()
     stored = RESULTS / "brax_ppo.json"
-    known = {r["task"]["env"]: r for r in json.loads(stored.read_text())} if stored.exists() else {}
-    for name in arguments.env or tasks:
-        known[name] = measure(tasks[name], arguments.seeds)
-        ordered = [known[env] for env in tasks if env in known]
+    known = json.loads(stored.read_text()) if stored.exists() else []
+    results = {name_of(result): result for result in known}
+    for task in TASKS:
+        if arguments.task and task.name not in arguments.task:
+            continue
+        if arguments.more:
+            add_seeds(results[task.name], arguments.seeds)
+        else:
+            results[task.name] = measure(task, arguments.seeds)
+        ordered = [results[task.name] for task in TASKS if task.name in results]
         stored.write_text(json.dumps(ordered, indent=1) + "\n")
         text = table(ordered)
         stored.with_suffix(".md").write_text(text)

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -86,6 +87,35 @@ def over_devices(repeats: int) -> list[str]:
     return lines
 
 
+def memory() -> list[str]:
+    """A thousand runs in 8 GiB: what was planned and what was taken, and what one block would take."""
+    options = [
+        "--env", "Breakout-MinAtar", "--num-envs", "64", "--num-steps", "128", "--num-minibatches",
+        "4", "--update-epochs", "1", "--total-timesteps", "8192", "--eval-episodes", "0",
+        "--num-seeds", "1000", "--memory-limit", "8GiB",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "purejaxppo.run", *options, "--run-dir", f"{name}/run"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        shown = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        assert status == 0, shown
+        (planned,) = re.findall(r"([\d.]+) GiB of memory in all", shown)
+        refused = subprocess.run(
+            [*command[:-1], f"{name}/other", "--runs-per-block", "500"],
+            capture_output=True,
+            text=True,
+        )
+    return [
+        f"1,000 runs of Breakout-MinAtar (64 environments x 128 steps) with `--memory-limit 8GiB`: "
+        f"planned {planned} GiB, peak {usage.ru_maxrss / 2**20:.2f} GiB. In one block on each device, "
+        f"status {refused.returncode}:",
+        "",
+        f"    {refused.stderr.strip()}",
+    ]
+
+
 def main() -> None:
     """Measures and writes `results/scaling.md`."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -110,6 +140,8 @@ def main() -> None:
         "ends:",
         "",
         *over_devices(arguments.repeats),
+        "",
+        *memory(),
     ]
     text = "\n".join(lines) + "\n"
     (RESULTS / "scaling.md").write_text(text)

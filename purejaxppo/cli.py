@@ -61,7 +61,7 @@ def envs_command(arguments: list[str]) -> int:
 def report_command(arguments: list[str]) -> int:
     """Draws the plots of run directories again, from their tables, and compares several."""
     parser = argparse.ArgumentParser(prog="purejaxppo report", description=report_command.__doc__)
-    parser.add_argument("run_dir", nargs="+", type=Path)
+    parser.add_argument("run_dir", nargs="+", type=Path, help="may be one that is still training")
     parser.add_argument(
         "--output",
         type=Path,
@@ -76,10 +76,13 @@ def report_command(arguments: list[str]) -> int:
         ranked = reports[0].ranked
         if len(reports) > 1:
             ranked = report.compare(reports, given.output)
-    except (ConfigError, OSError) as error:
+    except (ValueError, OSError) as error:  # of a plot's format, too
         print(f"purejaxppo: error: {error}", file=sys.stderr)
         return 2
-    Display().ranking([(result.name, result.outcome.statistics()) for result in ranked])
+    display = Display()
+    display.ranking([(result.name, result.outcome.statistics()) for result in ranked])
+    drawn = [str(each.path) for each in reports] + [str(given.output)] * (len(reports) > 1)
+    display.say(f"drawn in {', '.join(drawn)}")
     return 0
 
 
@@ -87,7 +90,7 @@ def train_command(arguments: list[str]) -> int:
     """Trains; returns the exit status: 0, 1 if every run diverged, 2 for wrong input, 130 Ctrl-C."""
     try:
         settings = parse(arguments)
-        options.validate(settings)
+        options.validate_run(settings.run)  # all else once it is known what is swept
         return train(settings)
     except ConfigError as error:
         print(f"purejaxppo: error: {error}", file=sys.stderr)

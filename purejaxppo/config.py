@@ -135,9 +135,9 @@ class RunOptions:
     """Seeds, evaluation and output."""
 
     seed: int = 0
-    """First seed; run i has seed + i."""
+    """First seed of every setting; the others follow it."""
     num_seeds: int = 1
-    """Runs trained together, one seed each."""
+    """Runs of every setting, one seed each."""
     eval_every: int | None = None
     """Environment steps between evaluations, 0 for one at the end; 20 in a training by default."""
     eval_episodes: int = 128
@@ -150,7 +150,8 @@ class RunOptions:
     """Runs vmapped together on a device at a time. auto: 4 on a CPU and all on an accelerator, or as
     many as there is memory for."""
     memory_limit: str | None = None
-    """Memory to stay below, as 8GiB: in all on a CPU, of each accelerator; what is free by default."""
+    """Memory to stay below, as 8GiB: of each accelerator, or of a process that runs on CPUs. By
+    default what is free."""
     shard: Literal["runs", "environments"] = "runs"
     """What devices divide: runs, or the environments of each run."""
     distributed: bool = False
@@ -327,6 +328,7 @@ def check_arguments(env: str, arguments: Iterable[str], known: Iterable[str]) ->
 def validate(settings: Settings) -> None:
     """Raises ConfigError for a value out of range or a combination that makes no sense."""
     config, hyper, run = settings.config, settings.hyper, settings.run
+    validate_run(run)
     for name in (
         "total_timesteps",
         "num_envs",
@@ -353,6 +355,11 @@ def validate(settings: Settings) -> None:
     ):  # fmt: skip
         value = getattr(hyper, name)
         _require(value is None or value > 0, name, value, "above 0")
+    _validate_together(config, hyper, run)
+
+
+def validate_run(run: RunOptions) -> None:
+    """Raises ConfigError for a value out of range."""
     for name in ("seed", "eval_episodes", "metrics_rows"):
         _require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
     _require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
@@ -368,7 +375,6 @@ def validate(settings: Settings) -> None:
             parse_bytes(run.memory_limit)
         except ValueError:
             _require(False, "memory_limit", run.memory_limit, "a size such as 8GiB")
-    _validate_together(config, hyper, run)
     _validate_processes(run)
 
 
@@ -382,6 +388,8 @@ def _validate_processes(run: RunOptions) -> None:
         raise ConfigError(
             f"{', '.join(named)}: all of --coordinator, --num-processes, --process-id"
         )
+    if run.coordinator is not None and not re.fullmatch(r".+:[0-9]+", run.coordinator):
+        _require(False, "coordinator", run.coordinator, "host:port")
     if run.num_processes is not None and run.process_id is not None:
         _require(run.num_processes >= 1, "num_processes", run.num_processes, "at least 1")
         allowed = f"in 0 ... {run.num_processes - 1}"

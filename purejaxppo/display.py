@@ -99,10 +99,11 @@ class Display:
         for seed, mean, std in list(zip(seeds, means, stds, strict=True))[:_SHOWN]:
             table.add_row(str(seed), f"{mean:.2f}", f"{std:.2f}")
         self._print(table, len(seeds))
-        if len(seeds) > 1:
-            low, high = bootstrap_interval(np.array(means))
+        finite = np.array([mean for mean in means if np.isfinite(mean)])
+        if len(finite) > 1:
+            low, high = bootstrap_interval(finite)
             self._console.print(
-                f"mean over {len(seeds)} seeds {np.mean(means):.2f}, "
+                f"mean over {len(finite)} seeds {np.mean(finite):.2f}, "
                 f"95% interval {low:.2f} ... {high:.2f}"
             )
 

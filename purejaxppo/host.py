@@ -49,12 +49,12 @@ def _train(settings: Settings) -> int:
     memory = machine.memory_for_arrays(settings.run.memory_limit)
     display = Display(quiet=not machine.is_main())
     trainings = [Training(settings.run, group, display, memory) for group in programs(runs)]
-    # The block fixes the arithmetic, so there is one, and it is written down.
-    block = min(training.plan.block for training in trainings)
-    for training in trainings:
-        training.set_block(block)
-    run = dataclasses.replace(settings.run, runs_per_block=block)
-    run_dir = _make_run_dir(dataclasses.replace(settings, run=run))
+    # The block fixes the arithmetic, so it is written down, unless programs have different ones.
+    blocks = {training.plan.block for training in trainings}
+    if len(blocks) == 1:
+        run = dataclasses.replace(settings.run, runs_per_block=blocks.pop())
+        settings = dataclasses.replace(settings, run=run)
+    run_dir = _make_run_dir(settings)
     display.header(_header(settings, trainings, run_dir))
     facts = _run(trainings, Tables(run_dir, runs[0].setting.swept), display)
     facts["wall_seconds"] = time.monotonic() - started
@@ -68,7 +68,7 @@ def _run(trainings: list[Training], tables: Tables, display: Display) -> dict[st
     """Trains one program after another; returns what the tables do not say."""
     with machine.Interrupt() as interrupt, tables:
         for number, training in enumerate(trainings, 1):
-            if not interrupt.requested:
+            if not interrupt.check():
                 if len(trainings) > 1:
                     display.say(f"program {number} of {len(trainings)}: {training.description}")
                 training.run(tables, interrupt)
@@ -77,7 +77,7 @@ def _run(trainings: list[Training], tables: Tables, display: Display) -> dict[st
         "steps_per_second": sum(training.steps for training in trainings) / max(seconds, 1e-9),
         "compile_seconds": sum(training.compile_seconds for training in trainings),
         "diverged_runs": sorted(run for training in trainings for run in training.diverged_runs),
-        "interrupted": interrupt.requested,
+        "interrupted": interrupt.stopped,
         "versions": machine.versions(),
         "device": machine.device_name(),
     }
@@ -143,6 +143,7 @@ def _header(settings: Settings, trainings: list[Training], run_dir: Path) -> dic
         "runs": f"{num_runs}, {seeds}",
         "device": f"{first.plan.num_devices * first.plan.shards} x {machine.device_name()}"
         + ", which share the environments of a run" * (first.plan.shards > 1),
+        "memory": f"{machine.gib(first.expected_bytes)} at most beside the program itself",
         "directory": str(run_dir),
     }
     if run.sweep:

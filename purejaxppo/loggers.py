@@ -123,7 +123,9 @@ def swept_columns(swept: dict[str, Any]) -> dict[str, Any]:
 
 
 def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """[I, R] metrics of I iterations as [R]: counts added, episodes weighed by count, else means.
+    """Metrics [I, ...] of I iterations, or of as many devices, as [...].
+
+    Counts are added, episodes weighed by their count, and of all else there is the mean.
 
     NaN where there is nothing to average.
     """

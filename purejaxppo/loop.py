@@ -7,6 +7,7 @@ import gc
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from purejaxppo.config import Config, ConfigError, RunOptions
 from purejaxppo.display import Display
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, pool
-from purejaxppo.machine import Interrupt, agree, gib, resident_bytes
+from purejaxppo.machine import Interrupt, Memory, agree, gib, resident_bytes
 from purejaxppo.spaces import Box
 from purejaxppo.sweep import Run, describe
 from purejaxppo.train import (
@@ -39,7 +40,7 @@ class Training:
 
     Args:
         runs: of one `Config`.
-        memory: bytes that all devices of this process may hold.
+        memory: for the arrays of all of them.
 
     Attributes:
         seconds: of training alone.
@@ -49,7 +50,9 @@ class Training:
             that does not fit; or more runs than memory. Nothing has been compiled by then.
     """
 
-    def __init__(self, options: RunOptions, runs: list[Run], display: Display, memory: int) -> None:
+    def __init__(
+        self, options: RunOptions, runs: list[Run], display: Display, memory: Memory
+    ) -> None:
         self.options, self.runs, self.display = options, runs, display
         self.config = runs[0].setting.config
         self._env = envs.make(self.config.env, self.config.env_options)
@@ -57,7 +60,7 @@ class Training:
         by_environment = options.shard == "environments"
         block = None if options.runs_per_block == "auto" else options.runs_per_block
         self._lay_out(make_plan(len(runs), block, by_environment))
-        self._fit_into(memory * jax.process_count())
+        self._fit_into(memory)
         self.iteration = 0
         self.seconds = 0.0
         self.compile_seconds = 0.0
@@ -75,10 +78,12 @@ class Training:
         # A trace that compilation uses again.
         self._shapes = self.trainer.sharded_like(jax.eval_shape(self.trainer.init, *self._start))
 
-    def _fit_into(self, memory: int) -> None:
-        """Smaller blocks where these runs would not fit into so many bytes."""
+    def _fit_into(self, memory: Memory) -> None:
+        """Smaller blocks where these runs would not fit."""
         footprint = make_footprint(self.trainer.setup, self.plan, self._shapes)
-        plan = fit(self.plan, footprint, memory)
+        room = memory.of(self.plan.num_devices * self.plan.shards)
+        plan = fit(self.plan, footprint, room)
+        self.expected_bytes = footprint.total(plan or self.plan)
         if plan == self.plan:
             return
         asked = self.options.runs_per_block != "auto"
@@ -86,15 +91,11 @@ class Training:
             least = self.plan if asked else dataclasses.replace(self.plan, block=1)
             raise ConfigError(
                 f"{len(self.runs)} runs in blocks of {least.block} need "
-                f"{gib(footprint.total(least))} and there are {gib(memory)}: give fewer runs, a "
-                "smaller --runs-per-block or --num-envs, or more --memory-limit"
+                f"{gib(footprint.total(least))} beside the program itself, and there is room for "
+                f"{gib(room)}: give fewer runs, a smaller --runs-per-block or --num-envs, or more "
+                "--memory-limit"
             )
         self._lay_out(plan)
-
-    def set_block(self, block: int) -> None:
-        """Other blocks than planned, as all programs of a sweep have the same."""
-        if block != self.plan.block:
-            self._lay_out(dataclasses.replace(self.plan, block=block))
 
     @property
     def num_params(self) -> int:
@@ -107,7 +108,8 @@ class Training:
         """What distinguishes it from a sweep's other programs."""
         swept = self.runs[0].setting.swept.items()
         static = {name: v for name, v in swept if name in vars(self.config) or v is None}
-        return f"{describe(static)}: {len(self.runs)} runs, {self.num_params:,} parameters"
+        runs = f"{len(self.runs)} runs, {self.num_params:,} parameters"
+        return f"{describe(static)}: {runs}" if static else runs
 
     @property
     def steps(self) -> int:
@@ -133,7 +135,7 @@ class Training:
         finally:
             self.display.stop()
             self._metrics.flush()
-        if interrupt.requested:
+        if interrupt.stopped:
             self.display.say(f"interrupted after {self.iteration:,} iterations")
 
     def _compile(self) -> None:
@@ -148,17 +150,21 @@ class Training:
         with ThreadPoolExecutor() as threads:  # XLA compiles without Python's lock
             init, self._chunk, *rest = threads.map(lambda program: program.compile(), programs)
         self._evaluate = rest[0] if rest else None
+        memory = self._memory([self._chunk, *rest])
         self._states = init(*self._start)
         self.compile_seconds = time.monotonic() - started
         gc.freeze()
         gc.enable()
-        self.display.say(f"compiled in {self.compile_seconds:.1f} s, {self._memory()}")
+        self.display.say(f"compiled in {self.compile_seconds:.1f} s, {memory}")
 
-    def _memory(self) -> str:
-        """What the training takes, in words."""
-        memory = self._chunk.memory_analysis()
-        size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        size += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    def _memory(self, programs: list[Any]) -> str:
+        """What the largest of compiled programs takes, in words."""
+        size = 0
+        for program in programs:
+            memory = program.memory_analysis()
+            needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+            needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+            size = max(size, needed)
         if jax.default_backend() != "cpu":
             return f"{gib(size)} of memory a device"
         return f"{gib(size * self.plan.num_devices * self.plan.shards + resident_bytes())} of memory in all"
@@ -170,14 +176,17 @@ class Training:
             every = config.total_timesteps / 20
         every = max(1, round(every / config.batch_size)) if every else config.iterations
         count = 1
-        while self.iteration < config.iterations and not self._interrupt.requested:
+        while self.iteration < config.iterations and not self._interrupt.check():
             until = min(config.iterations, (self.iteration // every + 1) * every)
             count = min(count, MAX_CHUNK, until - self.iteration)
-            # All processes must do the same.
-            seconds, stop = agree(self._train_chunk(count), self._interrupt.requested)
-            self._interrupt.requested = bool(stop)
+            started = time.monotonic()
+            episode_return = self._train_chunk(count)
+            (seconds,) = agree(time.monotonic() - started)  # all processes must do the same
+            self.seconds += seconds
+            done = self.iteration * config.batch_size
+            self.display.update(done, episode_return, self.steps / self.seconds)
             count = max(1, int(_CHUNK_SECONDS * count / seconds))
-            if self._evaluate and self.iteration == until and not self._interrupt.requested:
+            if self._evaluate and self.iteration == until and not self._interrupt.check():
                 self._evaluate_now()
         # What the last update did shows in no loss.
         for leaf in jax.tree.leaves(self.trainer.fetch(self._states.params)):
@@ -185,13 +194,10 @@ class Training:
         del self._states  # a sweep's next program needs the room
 
     def _train_chunk(self, count: int) -> float:
-        """`count` iterations; returns the seconds they took."""
+        """`count` iterations and their rows; the mean return of the episodes that ended, or NaN."""
         shared = (np.int32(count), np.float32(self.config.iterations))
-        started = time.monotonic()
         self._states, chunk = self._chunk(self._states, self._hypers, shared)
         chunk = self.trainer.fetch(chunk)
-        seconds = time.monotonic() - started
-        self.seconds += seconds
         self.iteration += count
         metrics = {name: array[..., :count].T for name, array in vars(chunk).items()}
         if self.plan.shards > 1:  # [C, D, R], of each device's environments
@@ -200,12 +206,7 @@ class Training:
         losses = metrics["policy_loss"] + metrics["value_loss"] + metrics["grad_norm"]
         self._diverged |= ~np.isfinite(losses).all(axis=0)
         returns = pool(metrics)["episode_return"]
-        self.display.update(
-            self.iteration * self.config.batch_size,
-            float(np.nanmean(returns)) if np.isfinite(returns).any() else math.nan,
-            self.steps / max(self.seconds, 1e-9),
-        )
-        return seconds
+        return float(np.nanmean(returns)) if np.isfinite(returns).any() else math.nan
 
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
@@ -224,7 +225,7 @@ def _share(config: Config, shards: int) -> Config:
     if config.num_envs % shards or share.batch_size % config.num_minibatches:
         raise ConfigError(
             f"--shard environments: --num-envs {config.num_envs} cannot be divided among {shards} "
-            f"devices, each with --num-minibatches {config.num_minibatches}"
+            f"devices (JAX_NUM_CPU_DEVICES), each with --num-minibatches {config.num_minibatches}"
         )
     if config.minibatches == "sequences" and share.num_envs % config.num_minibatches:
         raise ConfigError(

@@ -95,26 +95,28 @@ def gae(
 
 
 def masked_mean(x: Array, mask: Array) -> Array:
-    """[] mean of x where mask, 0 where there is none; both of one shape."""
-    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+    """[] mean of x where mask, on all devices; 0 where there is none. Both of one shape."""
+    return mean_over_devices(_part_of_mean(x, mask))
+
+
+def _part_of_mean(x: Array, mask: Array) -> Array:
+    """[] this device's part of it: `masked_mean` is the mean of it over devices.
+
+    A loss is made of these, and its gradients are averaged afterwards.
+    """
+    count = mean_over_devices(jnp.sum(mask, dtype=jnp.float32))
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(count, 1e-8)
 
 
 def masked_var(x: Array, mask: Array) -> Array:
-    """[] variance of x where mask; both of one shape."""
+    """[] variance of x where mask, on all devices; both of one shape."""
     return masked_mean(jnp.square(x - masked_mean(x, mask)), mask)
 
 
 def normalize_advantages(advantage: Array, valid: Array) -> Array:
     """Brought to mean 0 and standard deviation 1 over the valid entries; both of one shape."""
-
-    def mean(x: Array) -> Array:
-        total, count = mean_over_devices(
-            (jnp.sum(jnp.where(valid, x, 0.0)), jnp.sum(valid, dtype=jnp.float32))
-        )
-        return total / jnp.maximum(count, 1e-8)
-
-    centered = advantage - mean(advantage)
-    return centered / (jnp.sqrt(mean(jnp.square(centered))) + 1e-8)
+    std = jnp.sqrt(masked_var(advantage, valid))
+    return (advantage - masked_mean(advantage, valid)) / (std + 1e-8)
 
 
 def ppo_loss(
@@ -130,7 +132,7 @@ def ppo_loss(
         value: [B] likewise.
 
     Returns:
-        [] the loss to minimise, and its parts.
+        [] the loss to minimise, and its parts; of several devices, to be averaged over them.
     """
     for name in ("log_prob", "value", "advantage", "target", "valid"):
         chex.assert_shape(getattr(batch, name), value.shape, custom_message=name)
@@ -148,11 +150,11 @@ def ppo_loss(
         move = jnp.clip(value - old_value, -coef.value_clip_eps, coef.value_clip_eps)
         error = jnp.maximum(error, jnp.square(old_value + move - target))
     metrics = LossMetrics(
-        policy_loss=-masked_mean(surrogate, batch.valid),
-        value_loss=0.5 * masked_mean(error, batch.valid),
-        entropy=masked_mean(policy.entropy(batch.noise), batch.valid),
-        approx_kl=masked_mean(ratio - 1 - log_ratio, batch.valid),
-        clip_fraction=masked_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.valid),
+        policy_loss=-_part_of_mean(surrogate, batch.valid),
+        value_loss=0.5 * _part_of_mean(error, batch.valid),
+        entropy=_part_of_mean(policy.entropy(batch.noise), batch.valid),
+        approx_kl=_part_of_mean(ratio - 1 - log_ratio, batch.valid),
+        clip_fraction=_part_of_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.valid),
     )
     loss = metrics.policy_loss + coef.vf_coef * metrics.value_loss - coef.ent_coef * metrics.entropy
     return loss, metrics

@@ -6,8 +6,8 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import resource
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def _join(run: RunOptions) -> None:
     """Makes one program of several processes; without an address JAX asks the cluster for it."""
     try:
         jax.distributed.initialize(run.coordinator, run.num_processes, run.process_id)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:  # no cluster, or nobody there
         message = " ".join(str(error).split())
         raise ConfigError(f"--distributed: {message}") from None
 
@@ -67,10 +67,21 @@ def agree(*values: float) -> list[float]:
 
 
 class Interrupt:
-    """The first Ctrl-C or SIGTERM lets the chunk in progress end; the second is not awaited."""
+    """The first Ctrl-C or SIGTERM lets the chunk in progress end; the second is not awaited.
+
+    Attributes:
+        stopped: what `check` last said.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.stopped = False
+        self._requested = False
+
+    def check(self) -> bool:
+        """Whether to stop, which all processes ask at the same points and answer alike."""
+        (requested,) = agree(self._requested)
+        self.stopped = bool(requested)
+        return self.stopped
 
     def __enter__(self) -> Interrupt:
         self._before = {n: signal.signal(n, self._stop) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -81,43 +92,61 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _stop(self, number: int, _: Any) -> None:
-        if self.requested:
+        if self._requested:
             raise KeyboardInterrupt
-        self.requested = True
+        self._requested = True
 
 
-def memory_for_arrays(limit: str | None) -> int:
-    """Bytes that all devices of a process together may hold, in whichever there is least.
+@dataclass(frozen=True)
+class Memory:
+    """What arrays may take.
 
-    Args:
-        limit: in place of what is free: of each accelerator, or of the whole process on a CPU.
+    Attributes:
+        size: bytes, in whichever process there is least.
+        per_device: of each device; else of each process, whose devices share it.
     """
-    devices = jax.local_devices()
-    if devices[0].platform == "cpu":
+
+    size: int
+    per_device: bool
+
+    def of(self, num_devices: int) -> int:
+        """Bytes that so many devices, of all processes, may hold together."""
+        return self.size * (num_devices if self.per_device else jax.process_count())
+
+
+def memory_for_arrays(limit: str | None) -> Memory:
+    """What is free, or what a limit leaves: of each accelerator, or of each process on CPUs."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
         size = parse_bytes(limit) - resident_bytes() if limit else _available_bytes()
     else:
-        stats = devices[0].memory_stats() or {}
-        size = len(devices) * (parse_bytes(limit) if limit else stats.get("bytes_limit", 2**62))
+        stats = device.memory_stats() or {}
+        size = parse_bytes(limit) if limit else stats.get("bytes_limit", 2**62)
     (negative,) = agree(-max(0, size))  # all processes must plan the same
-    return -int(negative)
+    return Memory(-int(negative), per_device=device.platform != "cpu")
 
 
 def resident_bytes() -> int:
-    """Bytes of memory this process has, or has had at most where only that is known."""
+    """Bytes of memory this process has; 0 where that is not known."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _available_bytes() -> int:
+    """Bytes of memory that are free, also within the container; all there are if that is unknown."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":") for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+        used = int((group / "memory.current").read_text())
+        free = min(free, int((group / "memory.max").read_text()) - used)
+    return free
 
 
 def gib(size: float) -> str:

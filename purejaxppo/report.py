@@ -80,16 +80,16 @@ def read_report(run_dir: Path, diverged: list[int] | None = None) -> Report:
     """A run directory, from its tables.
 
     Args:
-        diverged: numbers of the runs that did; what summary.json says when not given.
+        diverged: numbers of the runs that did. When not given, what summary.json says, or where
+            there is none, as in a training that was killed: those whose losses are no numbers.
 
     Raises:
-        ConfigError: its config.yaml cannot be used.
+        ConfigError: config.yaml, a table or the summary cannot be used.
         OSError: a table is missing.
     """
-    summary = run_dir / "summary.json"  # not there while it trains, or where that was killed
-    if diverged is None and summary.exists():
-        diverged = json.loads(summary.read_text())["diverged_runs"]
     settings = load_settings(file=run_dir / "config.yaml")
+    if diverged is None:
+        diverged = _read_diverged(run_dir)
     tables = (
         read_column(run_dir / "metrics.csv", "episode_return"),
         read_column(run_dir / "evaluation.csv", "return_mean"),
@@ -97,51 +97,86 @@ def read_report(run_dir: Path, diverged: list[int] | None = None) -> Report:
     seeds = settings.run.num_seeds
     runs = make_runs(make_settings_of(settings), settings.run)
     groups = [runs[first : first + seeds] for first in range(0, len(runs), seeds)]
-    return Report(run_dir, settings, [_result(group, tables, diverged or []) for group in groups])
+    return Report(run_dir, settings, [_result(group, tables, diverged) for group in groups])
+
+
+def _read_diverged(run_dir: Path) -> list[int]:
+    summary = run_dir / "summary.json"
+    if not summary.exists():
+        losses = read_column(run_dir / "metrics.csv", "policy_loss")
+        return [
+            run for run, column in losses.items() if not np.isfinite(list(column.values())).all()
+        ]
+    try:
+        return list(json.loads(summary.read_text())["diverged_runs"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{summary}: not a summary of a training") from None
 
 
 def _result(runs: list[Run], tables: tuple[Column, Column], diverged: list[int]) -> Result:
+    """The result of one setting; its runs that did not diverge have curves."""
     numbers = [run.number for run in runs]
-    bad = np.isin(numbers, diverged)
     survivors = [number for number in numbers if number not in diverged]
-    training, evaluation = (make_curve(table, survivors) for table in tables)
+    training, evaluation = ([points_of(table, n) for n in survivors] for table in tables)
+    bad = np.isin(numbers, diverged)
     final, area = np.full(len(runs), -np.inf), np.full(len(runs), -np.inf)
-    steps, returns = evaluation if len(evaluation.steps) else training
-    final[~bad] = returns[-1] if len(steps) else np.nan
-    area[~bad] = area_under_curve(steps, returns)
+    measured = evaluation if any(len(steps) for steps, _ in evaluation) else training
+    final[~bad] = [returns[-1] if len(returns) else np.nan for _, returns in measured]
+    area[~bad] = [area_under_curve(*points) for points in measured]
+    steps = [step for number in numbers for step in tables[0].get(number, ())]
     outcome = Outcome(
         swept=runs[0].setting.swept,
         runs=numbers,
         seeds=[run.seed for run in runs],
-        env_steps=max(
-            [step for number in numbers for step in tables[0].get(number, ())], default=0
-        ),
+        env_steps=max(steps, default=0),
         diverged=bad,
         final=final,
         area=area,
     )
-    return Result(describe(outcome.swept), runs[0].setting, training, evaluation, outcome)
+    name, setting = describe(outcome.swept), runs[0].setting
+    return Result(name, setting, make_curve(training), make_curve(evaluation), outcome)
 
 
 def read_column(path: Path, column: str) -> Column:
-    """A column of a table, NaN where a cell is empty."""
+    """A column of a table, NaN where a cell is empty; a row that was cut off is left out.
+
+    Raises:
+        ConfigError: it is no such table.
+    """
     table: Column = {}
     with path.open(newline="") as file:
         rows = csv.reader(file)
-        header = next(rows)
-        run, steps, value = (header.index(name) for name in ("run", "env_steps", column))
+        header = next(rows, [])
+        try:
+            run, steps, value = (header.index(name) for name in ("run", "env_steps", column))
+        except ValueError:
+            raise ConfigError(f"{path}: not a table with a column {column}") from None
         for row in rows:
-            table.setdefault(int(row[run]), {})[int(row[steps])] = float(row[value] or "nan")
+            if len(row) == len(header):
+                table.setdefault(int(row[run]), {})[int(row[steps])] = float(row[value] or "nan")
     return table
 
 
-def make_curve(table: Column, runs: list[int]) -> Curve:
-    """The curve of some runs, at the steps where all of them have a number."""
-    columns = [table.get(run, {}) for run in runs]
-    steps = columns[0] if columns else {}
-    complete = [s for s in steps if all(math.isfinite(c.get(s, math.nan)) for c in columns)]
-    returns = np.array([[c[s] for c in columns] for s in complete])
-    return Curve(np.array(complete, int), returns.reshape(len(complete), len(runs)))
+def points_of(table: Column, run: int) -> Curve:
+    """Steps [S] and returns [S] of one run, where it has a number."""
+    points = [point for point in table.get(run, {}).items() if math.isfinite(point[1])]
+    steps, returns = zip(*points, strict=True) if points else ((), ())
+    return Curve(np.array(steps, int), np.array(returns, float))
+
+
+def make_curve(runs: list[Curve]) -> Curve:
+    """The curve of several runs together, from where all have begun to where one ends.
+
+    Between its points a run is on a straight line, as it would be drawn.
+    """
+    begun = [run for run in runs if len(run.steps)]
+    if not begun:
+        return Curve(np.zeros(0, int), np.zeros((0, len(runs))))
+    steps = np.unique(np.concatenate([run.steps for run in begun]))
+    first, last = max(run.steps[0] for run in begun), min(run.steps[-1] for run in begun)
+    steps = steps[(steps >= first) & (steps <= last)]
+    returns = np.stack([np.interp(steps, run.steps, run.returns) for run in begun], axis=1)
+    return Curve(steps, returns)
 
 
 def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -170,18 +205,19 @@ def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_evaluation(report: Report) -> dict[str, Any]:
-    """Return of every run at its end; empty lists where not all were evaluated there."""
+    """Return of every run at its end, NaN of one that diverged; empty where not all were evaluated."""
     path = report.path / "evaluation.csv"
     means, stds = read_column(path, "return_mean"), read_column(path, "return_std")
-    last = {
-        run: result.outcome.env_steps for result in report.results for run in result.outcome.runs
-    }
+    outcomes = [result.outcome for result in report.results]
+    last = {run: outcome.env_steps for outcome in outcomes for run in outcome.runs}
+    bad = {run for o in outcomes for run, gone in zip(o.runs, o.diverged, strict=True) if gone}
     complete = all(steps in means.get(run, {}) for run, steps in last.items())
     at_end = list(last.items()) if complete else []
-    values = [means[run][steps] for run, steps in at_end]
+    values = [math.nan if run in bad else means[run][steps] for run, steps in at_end]
+    finite = [value for value in values if math.isfinite(value)]
     return {
-        "return_mean": float(np.mean(values)) if values else math.nan,
-        "return_std": float(np.std(values, ddof=1)) if len(values) > 1 else math.nan,
+        "return_mean": float(np.mean(finite)) if finite else math.nan,
+        "return_std": float(np.std(finite, ddof=1)) if len(finite) > 1 else math.nan,
         "return_per_run": values,
         "return_std_per_run": [stds[run][steps] for run, steps in at_end],
         "episodes": report.settings.run.eval_episodes,
@@ -232,12 +268,16 @@ def write_sweep(report: Report) -> None:
         )
     table.close()
     best = report.ranked[0].setting
-    run = dataclasses.replace(report.settings.run, sweep=(), samples=None, run_dir=None)
+    run = dataclasses.replace(
+        report.settings.run, sweep=(), samples=None, run_dir=None, runs_per_block="auto"
+    )
     write_config(report.path / "best.yaml", Settings(run, best.config, best.hyper))
 
 
 def write_config(path: Path, settings: Settings) -> None:
-    """Complete settings, ready for --config."""
+    """Complete settings, ready for --config, in one process or with other flags in several."""
+    alone = {"distributed": False, "coordinator": None, "num_processes": None, "process_id": None}
+    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, **alone))
     path.write_text(yaml.safe_dump(settings.to_dict(), sort_keys=False))
 
 

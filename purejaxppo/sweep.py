@@ -11,7 +11,6 @@ from typing import Any, get_type_hints
 
 import jax
 import numpy as np
-import yaml
 
 from purejaxppo.config import (
     Config,
@@ -41,10 +40,12 @@ class Range:
     high: float
 
     def draw(self, rng: np.random.Generator) -> float:
-        """One value, of four digits, so that it is the same wherever it is written."""
+        """One value, of six digits, so that it is the same wherever it is written."""
         if self.kind == "loguniform":
-            return float(f"{math.exp(rng.uniform(math.log(self.low), math.log(self.high))):.4g}")
-        return float(f"{rng.uniform(self.low, self.high):.4g}")
+            value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+        else:
+            value = rng.uniform(self.low, self.high)
+        return min(max(float(f"{value:.6g}"), self.low), self.high)
 
 
 _RANGES = ("uniform", "loguniform")
@@ -67,7 +68,9 @@ def show(value: Any) -> str:
     """A swept value as it is written on the command line."""
     if isinstance(value, tuple):
         return "x".join(map(str, value))
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def describe(swept: dict[str, Any]) -> str:
@@ -154,9 +157,10 @@ def _values(name: str, text: str) -> list[Any]:
     hint = (get_type_hints(Config) | get_type_hints(Hyper))[name]
     values = []
     for part in text.split(","):
-        raw = None if part.strip() == "none" else yaml.safe_load(part)
+        part = part.strip()
+        raw = {"none": None, "true": True, "false": False}.get(part, part)
         if "layers" in name:
-            raw = [width for width in part.strip().split("x") if width]
+            raw = [width for width in part.split("x") if width]
         value = coerce(f"--sweep {name}", raw, hint)
         if value in values:
             raise ConfigError(f"--sweep {name}={text}: {part} is there twice")
@@ -278,8 +282,8 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def area_under_curve(steps: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    """[n] mean height of the curves [S, n] over steps [S], by trapezoids; NaN without any points."""
+def area_under_curve(steps: np.ndarray, returns: np.ndarray) -> float:
+    """Mean height of a curve [S] over steps [S], by trapezoids; NaN without any points."""
     if len(steps) < 2:
-        return returns[0] if len(steps) else np.full(returns.shape[1:], np.nan)
-    return np.trapezoid(returns, steps, axis=0) / (steps[-1] - steps[0])
+        return float(returns[0]) if len(steps) else math.nan
+    return float(np.trapezoid(returns, steps) / (steps[-1] - steps[0]))

@@ -1,7 +1,7 @@
 """The pytrees that flow between modules, with a shape on every field.
 
 Letters, here and everywhere: R runs, T steps of a rollout, N environments, B minibatch, A action
-dimensions, K slots for final observations, P start states in a pool.
+dimensions, K slots for final observations, P start states in a pool, D devices that share environments.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 #SBATCH --job-name=purejaxppo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
-#SBATCH --gpus-per-task=1
+#SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=8
 #SBATCH --time=04:00:00
 #SBATCH --signal=TERM@120

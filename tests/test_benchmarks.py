@@ -40,6 +40,8 @@ def test_brax_gets_what_we_get():
         assert (hyper.gamma, hyper.reward_scale) == (task.gamma, task.reward_scale)
         assert config.normalize_observations
         assert not config.anneal_learning_rate
+        if task.label:
+            continue
         shipped = load_settings(config.env)  # which says that it was measured there
         assert (shipped.config, shipped.hyper) == (config, hyper)
 
@@ -49,7 +51,7 @@ def test_at_or_above_brax_allows_a_twentieth(advantage, verdict):
     returns = [90.0, 100.0, 110.0]
     alone = {"steps_per_second": 3000.0, "compile_seconds": 9.0, "wall_seconds": 10.0}
     result = {
-        "task": {"env": "hopper", "steps": 1000},
+        "task": {"env": "hopper", "steps": 1000, "gamma": 0.99},
         "ours": alone | {"evaluations": [[1000, [r + advantage for r in returns]]]},
         "ours_alone": alone,
         "brax": [

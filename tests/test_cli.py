@@ -1,6 +1,7 @@
 """The command line, as a user types it: what it leaves behind, and what it says of mistakes."""
 
 import csv
+import dataclasses
 import json
 import os
 import signal
@@ -13,10 +14,14 @@ import numpy as np
 import pytest
 import yaml
 
-from purejaxppo import cli, envs, host, report
+from purejaxppo import cli, envs, host, loop, report
 from purejaxppo.config import ConfigError, load_settings
+from purejaxppo.display import Display
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
 from purejaxppo.loop import Training
+from purejaxppo.machine import Memory
+from purejaxppo.sweep import make_runs, make_settings_of
+from purejaxppo.train import Plan, make_footprint
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
 
@@ -143,20 +148,20 @@ def test_sweep(tmp_path, capsys):
     path = tmp_path / "run"
     status = train(
         "--env", "Pendulum-v1", "--total-timesteps", "64", "--num-seeds", "2", "--seed", "3",
-        "--sweep", "learning_rate=1e38,1e-3", "--sweep", "num_envs=2,4", "--max-grad-norm", "1e38",
+        "--sweep", "learning_rate=1e3,1e-3", "--sweep", "num_envs=2,4",
         "--eval-episodes", "2", "--run-dir", str(path),
     )  # fmt: skip
     shown = capsys.readouterr().out
     assert status == 0
-    assert "learning_rate=1e38,1e-3 num_envs=2,4: 4 settings" in shown
+    assert "learning_rate=1e3,1e-3 num_envs=2,4: 4 settings" in shown
     assert "program 2 of 2: num_envs=4: 4 runs" in shown
-    assert "diverged: run 1, learning_rate=1e+38, num_envs=2, seed 4" in shown
+    assert "diverged: run 1, learning_rate=1000, num_envs=2, seed 4" in shown
 
     table = rows(path / "sweep.csv")
     assert [(row["run"], row["setting"], row["seed"]) for row in table] == [
         (str(run), str(run // 2), str(3 + run % 2)) for run in range(8)
     ]
-    assert [row["sweep.learning_rate"] for row in table] == ["1e+38"] * 4 + ["0.001"] * 4
+    assert [row["sweep.learning_rate"] for row in table] == ["1000"] * 4 + ["0.001"] * 4
     assert [row["diverged"] for row in table] == ["True"] * 4 + ["False"] * 4
     assert [row["env_steps"] for row in table] == ["64"] * 8
     assert [row["final_return"] == "" for row in table] == [True] * 4 + [False] * 4
@@ -180,6 +185,70 @@ def test_sweep(tmp_path, capsys):
     assert config["num_envs"] == best["swept"]["num_envs"]
     returns = json.loads((again / "summary.json").read_text())["evaluation"]["return_per_run"]
     np.testing.assert_allclose(returns, final, rtol=1e-6)
+
+
+def test_environments_divided_among_devices(tmp_path, capsys):
+    path = tmp_path / "run"
+    status = train(
+        "--num-envs", "16", "--total-timesteps", "1e3", "--eval-episodes", "11", "--eval-every", "0",
+        "--shard", "environments", "--run-dir", str(path),
+    )  # fmt: skip
+    assert status == 0
+    devices = len(jax.devices())
+    assert f"{devices} x cpu (cpu), which share the environments" in capsys.readouterr().out
+    (evaluation,) = rows(path / "evaluation.csv")
+    assert evaluation["episodes"] == "11"
+    table = rows(path / "metrics.csv")
+    assert [int(row["env_steps"]) for row in table] == [256, 512, 768, 1024]
+    # 16 steps of 16 environments fall into episodes, whichever device has them.
+    assert sum(float(row["episode_length"]) * int(row["episodes"]) for row in table) > 700
+
+
+def test_memory_decides_the_block(monkeypatch):
+    """Eight runs of which four would be a block, with room for less and less."""
+    arguments = "--num-seeds 8 --num-envs 8 --total-timesteps 128 --eval-episodes 0"
+    monkeypatch.setattr(loop, "make_plan", lambda n, block, _: Plan(n, 1, block or 4))
+    settings = cli.parse([*SMALL.split(), *arguments.split()])
+    runs = make_runs(make_settings_of(settings), settings.run)
+
+    def planned(size, options=settings.run):
+        return Training(options, runs, Display(quiet=True), Memory(size, per_device=False))
+
+    whole = planned(2**40)
+    assert whole.plan.block == 4
+    footprint = make_footprint(whole.trainer.setup, whole.plan, whole._shapes)
+    for block in (4, 2, 1):
+        size = footprint.total(Plan(8, 1, block))
+        training = planned(size)
+        assert (training.plan.block, training.expected_bytes) == (block, size)
+    with pytest.raises(ConfigError, match="8 runs in blocks of 1 need"):
+        planned(100)
+    with pytest.raises(ConfigError, match="8 runs in blocks of 4 need"):
+        planned(whole.expected_bytes - 1, dataclasses.replace(settings.run, runs_per_block=4))
+
+
+def test_what_is_swept_need_not_fit_before(tmp_path):
+    """3 minibatches divide the samples of every setting, but not those of the default."""
+    assert train(
+        "--num-minibatches", "3", "--sweep", "num_envs=3,6", "--total-timesteps", "96",
+        "--eval-episodes", "0", "--run-dir", str(tmp_path / "run"),
+    ) == 0  # fmt: skip
+
+
+def test_an_interrupted_sweep_keeps_what_was_done(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Display, "update", lambda *_: signal.raise_signal(signal.SIGTERM))
+    path = tmp_path / "run"
+    status = train(
+        "--total-timesteps", "320", "--sweep", "num_envs=2,4", "--eval-episodes", "2",
+        "--run-dir", str(path),
+    )  # fmt: skip
+    assert status == 130
+    assert "interrupted after 1 iterations" in capsys.readouterr().out
+    assert [row["run"] for row in rows(path / "metrics.csv")] == ["0"]
+    assert [row["env_steps"] for row in rows(path / "sweep.csv")] == ["32", "0"]
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["diverged_runs"] == []
 
 
 def test_no_evaluation(tmp_path):
@@ -229,7 +298,8 @@ def test_no_evaluation(tmp_path):
         ("--sweep lerning_rate=1,2", "--sweep lerning_rate: no such option; did you mean"),
         ("--sweep gamma=0.9 --sweep ent_coef=1,-1", "--ent-coef -1.0: must be at least 0"),
         ("--sweep gamma~uniform(0,1) --samples 0", "--samples 0: must be at least 1"),
-        ("--memory-limit 1MiB", "1 runs in blocks of 1 need"),
+        ("--memory-limit 1MiB", "and there is room for 0.0 MiB"),
+        ("--coordinator here --distributed --num-processes 2 --process-id 0", "must be host:port"),
         ("--memory-limit 8Gx", "--memory-limit 8Gx: must be a size such as 8GiB"),
         ("--num-envs 3 --shard environments", "--num-envs 3 cannot be divided among 8 devices"),
         ("--process-id 1", "--process-id: only with --distributed"),

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import chex
 import jax
@@ -30,16 +32,16 @@ CONFIG = Config(
 HYPER = Hyper(learning_rate=0.01)
 
 
-def train(shards, config=CONFIG, hyper=HYPER, iterations=2, num_runs=1):
-    """States and metrics after some iterations, and an evaluation of 8 episodes."""
-    env = Poisoned()
+def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1):
+    """What two iterations learned, their metrics, and an evaluation of 8 episodes."""
+    env = Poisoned(poison="obs")  # so devices have different numbers of valid steps
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
-    plan = Plan(num_runs=num_runs, num_devices=1, block=1, shards=shards)
+    plan = Plan(num_runs=num_runs, num_devices=1, block=block, shards=shards)
     eval_env = Vectorized(env, 8 // shards, pool_size=1)
     trainer = Trainer(make_setup(share, env), plan, eval_env)
     hypers = trainer.shard(stack_hypers([hyper] * num_runs))
     states = trainer.init(trainer.shard(np.arange(num_runs, dtype=np.uint32)), hypers, ())
-    shared = np.int32(iterations), np.float32(config.iterations)
+    shared = np.int32(2), np.float32(config.iterations)
     states, metrics = trainer.chunk(states, hypers, shared)
     episodes = trainer.evaluate(states, hypers, ())
     learned = trainer.fetch((states.params, states.obs_stats, states.return_stats.moments))
@@ -76,7 +78,13 @@ def test_dividing_environments_changes_rounding_only(alone, divided):
     np.testing.assert_array_equal(
         metrics.episodes[:, :, :2].sum(axis=1), expected_metrics.episodes[:, :2]
     )
-    for name in ("approx_kl", "entropy", "grad_norm"):  # of all devices
+    for name in (
+        "approx_kl",
+        "entropy",
+        "grad_norm",
+        "value_mean",
+        "explained_variance",
+    ):  # of all devices
         np.testing.assert_allclose(
             getattr(metrics, name)[:, 0, :2],
             getattr(expected_metrics, name)[:, :2],
@@ -88,7 +96,7 @@ def test_dividing_environments_changes_rounding_only(alone, divided):
 def test_every_device_has_environments_of_its_own(divided):
     _, metrics, episodes = divided
     assert not np.array_equal(episodes.score[:, 0], episodes.score[:, 1])
-    assert not np.array_equal(metrics.value_mean[:, 0], metrics.value_mean[:, 1])
+    assert not np.array_equal(metrics.episode_return[:, 0], metrics.episode_return[:, 1])
 
 
 @pytest.mark.parametrize("minibatches", ["samples", "sequences"])
@@ -99,6 +107,13 @@ def test_every_device_stops_at_the_same_update(minibatches):
     assert np.all(metrics.approx_kl[:, :, 0] > 0)
     chex.assert_trees_all_equal(own(learned, 0), own(learned, 1))
     np.testing.assert_array_equal(metrics.approx_kl[:, 0], metrics.approx_kl[:, 1])
+
+
+def test_environments_are_divided_in_a_block_of_runs_too():
+    together, _, _ = train(2, num_runs=2, block=2)
+    one_by_one, _, _ = train(2, num_runs=2)
+    chex.assert_trees_all_equal(own(together, 0), own(together, 1))
+    chex.assert_trees_all_close(together, one_by_one, rtol=1e-4, atol=1e-6)
 
 
 PROCESS = """
@@ -120,15 +135,31 @@ def start(run_dir, devices, *arguments):
     )
 
 
-def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
-    """Six runs on four devices: the same tables, to the last digit, and written once."""
+def start_two(tmp_path, *arguments):
+    """Processes of two devices each that work together."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    distributed = ["--distributed", "--coordinator", address, "--num-processes", "2"]
-    processes = [
-        start(tmp_path / f"of{i}", 2, *distributed, "--process-id", str(i)) for i in range(2)
-    ]
+    distributed = ["--distributed", "--coordinator", address, "--num-processes", "2", *arguments]
+    return [start(tmp_path / f"of{i}", 2, *distributed, "--process-id", str(i)) for i in range(2)]
+
+
+def test_a_signal_to_one_process_stops_both(tmp_path):
+    processes = start_two(tmp_path, "--total-timesteps", "1e8", "--eval-every", "0")
+    metrics = tmp_path / "of0" / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 130, err
+    assert json.loads((tmp_path / "of0" / "summary.json").read_text())["interrupted"]
+
+
+def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
+    """Six runs on four devices: the same tables, to the last digit, and written once."""
+    processes = start_two(tmp_path)
     for process in processes:
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err

@@ -76,7 +76,7 @@ def test_swept_values_are_columns_as_they_are_written_on_the_command_line(tmp_pa
         (row,) = csv.DictReader(file)
     shown = {name: row[f"sweep.{name}"] for name in swept}
     assert shown == {
-        "torso_layers": "64x32", "target_kl": "none", "gamma": "0.9", "shared_torso": "True",
+        "torso_layers": "64x32", "target_kl": "none", "gamma": "0.9", "shared_torso": "true",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,14 @@ import pytest
 from purejaxppo import cli
 from purejaxppo.config import ConfigError, RunOptions, Settings
 from purejaxppo.loggers import Tables, swept_columns
-from purejaxppo.report import compare, make_curve, read_report, write_config, write_summary
+from purejaxppo.report import (
+    compare,
+    make_curve,
+    points_of,
+    read_report,
+    write_config,
+    write_summary,
+)
 from purejaxppo.sweep import make_runs, make_settings_of
 from purejaxppo.types import Metrics
 
@@ -25,12 +33,44 @@ def test_summary_has_no_numbers_json_does_not_know(tmp_path):
 
 def test_curve_leaves_out_steps_where_a_run_has_no_number():
     nan = float("nan")
-    table = {0: {100: nan, 200: 2.0, 300: 4.0}, 1: {100: 1.0, 200: 3.0, 300: 5.0}, 2: {100: 0.0}}
-    steps, returns = make_curve(table, [0, 1])
+    table = {
+        0: {100: nan, 200: 2.0, 300: 4.0, 400: nan},
+        1: {100: 1.0, 200: nan, 300: 5.0, 400: 6.0},
+        2: {100: nan},
+    }
+    steps, returns = make_curve([points_of(table, run) for run in (0, 1, 2)])
     np.testing.assert_array_equal(steps, [200, 300])
     np.testing.assert_array_equal(returns, [[2.0, 3.0], [4.0, 5.0]])
-    assert make_curve(table, [0, 2]).returns.shape == (0, 2)
-    assert make_curve(table, []).returns.shape == (0, 0)
+    assert make_curve([points_of(table, 2)]).returns.shape == (0, 1)
+    assert make_curve([]).returns.shape == (0, 0)
+
+
+def test_a_run_is_measured_at_its_own_last_episode(run_dirs, tmp_path):
+    """Where there is no evaluation, and episodes do not end in every interval."""
+    shutil.copytree(run_dirs / "b", tmp_path / "b")
+    columns = "run,env_steps,policy_loss,episode_return\n"
+    rows = "0,100,1,5\n1,100,1,\n0,200,1,\n1,200,1,7\n0,300,1,9\n1,300,1,\n"
+    (tmp_path / "b" / "metrics.csv").write_text(columns + rows)
+    (tmp_path / "b" / "evaluation.csv").write_text("run,env_steps,return_mean\n")
+    (result,) = read_report(tmp_path / "b").results
+    np.testing.assert_array_equal(result.outcome.final, [9, 7])
+    np.testing.assert_array_equal(result.outcome.area, [7, 7])
+
+
+def test_a_training_that_was_killed_has_a_report_too(run_dirs, tmp_path):
+    """No summary says who diverged, and the last row was cut off."""
+    shutil.copytree(run_dirs / "a", tmp_path / "a")
+    (tmp_path / "a" / "summary.json").unlink()
+    path = tmp_path / "a" / "metrics.csv"
+    header, *table = path.read_text().splitlines()
+    loss = header.split(",").index("policy_loss")
+    cells = table[-3].split(",")
+    assert cells[0] == "1"
+    table[-3] = ",".join([*cells[:loss], "", *cells[loss + 1 :]])
+    path.write_text("\n".join([header, *table])[:-30])
+    report = read_report(tmp_path / "a")
+    diverged = [result.outcome.diverged.tolist() for result in report.results]
+    assert diverged == [[False, True], [False, False]]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +118,7 @@ def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys):
     output = tmp_path / "c.png"
     directories = [str(run_dirs / name) for name in "ab"]
     assert cli.report_command([*directories, "--output", str(output)]) == 0
+    assert cli.report_command([*directories, "--output", str(tmp_path / "c.xyz")]) == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     # b and the surviving setting of a are equal; the sort keeps their order.
     assert [line.split()[1] for line in lines] == ["a,", "b", "a,"]
@@ -90,6 +131,25 @@ def test_report_command_of_what_is_no_run_directory(tmp_path, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith("purejaxppo: error: ")
     assert "config.yaml" in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("summary.json", "{", "not a summary"),
+        ("summary.json", "{}", "not a summary"),
+        ("metrics.csv", "", "not a table with a column episode_return"),
+        ("config.yaml", "gamma: [", "not YAML"),
+        ("config.yaml", "sweep: [gamma]", "write name=value"),
+    ],
+)
+def test_report_command_of_damaged_files(run_dirs, tmp_path, capsys, file, text, message):
+    shutil.copytree(run_dirs / "a", tmp_path / "a")
+    (tmp_path / "a" / file).write_text(text)
+    assert cli.report_command([str(tmp_path / "a")]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
     assert shown.count("\n") == 1
 
 

@@ -111,6 +111,17 @@ def test_the_number_of_devices_does_not_change_the_bits(trained, num_devices, pa
     chex.assert_trees_all_equal(Sweep(plan).train(SEEDS, HYPERS), trained)
 
 
+def test_the_number_of_devices_does_not_change_the_bits_of_a_block(in_pairs):
+    """Of what is learned, and of the metrics but one: a loop over one block is compiled without it."""
+    learned, metrics = Sweep(Plan(num_runs=3, num_devices=2, block=2)).train(SEEDS, HYPERS)
+    expected, expected_metrics = in_pairs.train(SEEDS, HYPERS)
+    chex.assert_trees_all_equal(learned, expected)
+    rounded = metrics.explained_variance, expected_metrics.explained_variance
+    np.testing.assert_allclose(*rounded, rtol=0, atol=1e-6)
+    same = expected_metrics.replace(explained_variance=metrics.explained_variance)
+    chex.assert_trees_all_equal(metrics, same)
+
+
 @pytest.mark.parametrize("learning_rate", [1e3, 1e38])
 def test_a_diverging_run_does_not_touch_its_neighbours(in_pairs, learning_rate):
     """Not even those in its block."""
