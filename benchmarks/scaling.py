@@ -136,8 +136,7 @@ def main() -> None:
         "",
         *over_runs(arguments.repeats),
         "",
-        f"As many runs on each of more virtual devices. There are {cores} cores, so that is where it "
-        "ends:",
+        f"As many runs on each of more virtual devices, on {cores} cores:",
         "",
         *over_devices(arguments.repeats),
         "",

@@ -34,7 +34,7 @@ def train(settings: Settings) -> int:
         ConfigError: what cannot be known before the environment is: a name, an argument, a head
             that does not fit, a directory in use. Nothing has been compiled by then.
     """
-    gc.disable()  # starting makes many objects and no garbage; `_compile` turns it on again
+    gc.disable()  # starting makes many objects and no garbage; a training that has compiled turns it on
     try:
         return _train(settings)
     finally:
@@ -143,7 +143,7 @@ def _header(settings: Settings, trainings: list[Training], run_dir: Path) -> dic
         "runs": f"{num_runs}, {seeds}",
         "device": f"{first.plan.num_devices * first.plan.shards} x {machine.device_name()}"
         + ", which share the environments of a run" * (first.plan.shards > 1),
-        "memory": f"{machine.gib(first.expected_bytes)} at most beside the program itself",
+        "memory": f"{machine.gib(first.expected_bytes)} planned beside the program itself",
         "directory": str(run_dir),
     }
     if run.sweep:

@@ -62,6 +62,7 @@ class ActorCritic(nn.Module):
     log_std: str | None
 
     def setup(self) -> None:
+        """The torsos, then the layers and the head of each part."""
         if self.shared_torso:
             self.torso = MLP(self.torso_layers, self.activation)
             self.policy = MLP(self.policy_layers, self.activation)

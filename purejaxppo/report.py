@@ -64,6 +64,7 @@ class Report:
     path: Path
     settings: Settings
     results: list[Result]  # in the order of the sweep
+    evaluation: Column  # mean returns
 
     @property
     def ranked(self) -> list[Result]:
@@ -97,7 +98,8 @@ def read_report(run_dir: Path, diverged: list[int] | None = None) -> Report:
     seeds = settings.run.num_seeds
     runs = make_runs(make_settings_of(settings), settings.run)
     groups = [runs[first : first + seeds] for first in range(0, len(runs), seeds)]
-    return Report(run_dir, settings, [_result(group, tables, diverged) for group in groups])
+    results = [_result(group, tables, diverged) for group in groups]
+    return Report(run_dir, settings, results, evaluation=tables[1])
 
 
 def _read_diverged(run_dir: Path) -> list[int]:
@@ -206,8 +208,7 @@ def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 def _last_evaluation(report: Report) -> dict[str, Any]:
     """Return of every run at its end, NaN of one that diverged; empty where not all were evaluated."""
-    path = report.path / "evaluation.csv"
-    means, stds = read_column(path, "return_mean"), read_column(path, "return_std")
+    means, stds = report.evaluation, read_column(report.path / "evaluation.csv", "return_std")
     outcomes = [result.outcome for result in report.results]
     last = {run: outcome.env_steps for outcome in outcomes for run in outcome.runs}
     bad = {run for o in outcomes for run, gone in zip(o.runs, o.diverged, strict=True) if gone}

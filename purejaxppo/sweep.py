@@ -198,12 +198,12 @@ def _samples(ranges: dict[str, Range], run: RunOptions) -> list[dict[str, float]
             f"--samples {run.samples}: nothing in --sweep is drawn, as name~... would be"
         )
     rng = np.random.default_rng(run.seed)
-    drawn = range(run.samples) if run.samples is not None else range(1)
+    drawn = range(run.samples or 1)
     return [{name: spread.draw(rng) for name, spread in ranges.items()} for _ in drawn]
 
 
 def _setting(settings: Settings, swept: dict[str, Any]) -> Setting:
-    config = {name: value for name, value in swept.items() if name in get_type_hints(Config)}
+    config = {n: value for n, value in swept.items() if n in Config.__dataclass_fields__}
     hyper = {name: value for name, value in swept.items() if name not in config}
     setting = Setting(
         swept,
