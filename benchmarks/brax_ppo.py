@@ -118,6 +118,9 @@ TASKS = [
         "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
         clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
     ),
+    Task(
+        "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, label="large batches"
+    ),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from purejaxppo.config import Config, ConfigError, Hyper, RunOptions, Settings, load_settings
 from purejaxppo.envs import list_environments, make, register
+from purejaxppo.policy import Policy, load_policy
 from purejaxppo.train import make_train, stack_hypers
 
 __version__ = "0.1.0"
@@ -10,9 +11,11 @@ __all__ = [
     "Config",
     "ConfigError",
     "Hyper",
+    "Policy",
     "RunOptions",
     "Settings",
     "list_environments",
+    "load_policy",
     "load_settings",
     "make",
     "make_train",

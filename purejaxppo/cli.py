@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import sys
 from collections.abc import Callable
@@ -14,19 +15,50 @@ from typing import Any, get_args
 import tyro
 
 from purejaxppo import config as options
-from purejaxppo import envs, report
+from purejaxppo import envs, report, rundir
 from purejaxppo.config import ConfigError, Settings
 from purejaxppo.display import Display
 from purejaxppo.host import train
+from purejaxppo.policy import load_policies, load_policy, play
+from purejaxppo.rundir import RunDirectory
 
 _DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuration of the environment
 where it has one, or over --config FILE. Whole numbers may be written 1e6 or 1_000_000."""
 
 
+Command = Callable[[list[str]], int]
+
+
+def guarded(command: Command) -> Command:
+    """The command with one line on stderr where it fails, and its exit status.
+
+    2 for wrong input, 1 where the system refuses, 130 after Ctrl-C.
+    """
+
+    @functools.wraps(command)
+    def run(arguments: list[str]) -> int:
+        try:
+            return command(arguments)
+        except ConfigError as error:
+            print(f"purejaxppo: error: {error}", file=sys.stderr)
+            return 2
+        except OSError as error:
+            print(f"purejaxppo: error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+    return run
+
+
 def main() -> int:
     """The console script; returns the exit status."""
-    commands: dict[str, Callable[[list[str]], int]] = {
+    commands: dict[str, Command] = {
         "train": train_command,
+        "evaluate": evaluate_command,
+        "export": export_command,
+        "extract": extract_command,
+        "render": render_command,
         "report": report_command,
         "envs": envs_command,
     }
@@ -58,6 +90,90 @@ def envs_command(arguments: list[str]) -> int:
     return 0
 
 
+@guarded
+def evaluate_command(arguments: list[str]) -> int:
+    """Plays whole episodes with trained policies: always the same ones for a seed."""
+    parser = _parser("evaluate", evaluate_command, episodes=1000)
+    given = _checked(parser.parse_args(arguments))
+    directory = RunDirectory.open(given.run_dir, given.env)
+    numbers = directory.numbers if given.run is None else [directory.choose(given.run, given.best)]
+    policies = load_policies(directory, numbers, given.best)
+    episodes = [(p, play(p, given.episodes, given.seed, given.sampled)) for p in policies]
+    Display().played(episodes)
+    return 0
+
+
+@guarded
+def export_command(arguments: list[str]) -> int:
+    """Writes a trained policy in formats that need nothing of this package to run."""
+    parser = _parser("export", export_command)
+    parser.add_argument("--output", default="policy", help="directory to make (%(default)s)")
+    given = parser.parse_args(arguments)
+    # jax.export takes its time to import.
+    from purejaxppo.export import export
+
+    policy = load_policy(given.run_dir, given.run, given.best, given.env)
+    for path in export(policy, Path(given.output)):
+        Display().say(f"written: {path}")
+    return 0
+
+
+@guarded
+def extract_command(arguments: list[str]) -> int:
+    """Makes a run directory of its own of one run of a sweep."""
+    parser = _parser("extract", extract_command)
+    parser.add_argument("--output", required=True, help="directory to make")
+    given = parser.parse_args(arguments)
+    directory = RunDirectory.open(given.run_dir, given.env)
+    extracted = rundir.extract(directory, directory.choose(given.run, given.best), given.output)
+    Display().say(f"written to {extracted.path}")
+    return 0
+
+
+@guarded
+def render_command(arguments: list[str]) -> int:
+    """Draws episodes of a trained policy as a GIF, or an MP4 where there is ffmpeg."""
+    parser = _parser("render", render_command, episodes=5)
+    parser.add_argument("--output", help="file to write, .gif or .mp4 (RUN_DIR/videos/run0.gif)")
+    given = _checked(parser.parse_args(arguments))
+    from purejaxppo.render import render
+
+    policy = load_policy(given.run_dir, given.run, given.best, given.env)
+    path = Path(given.run_dir) / "videos" / f"run{policy.run.number}.gif"
+    if given.output is not None:
+        path = Path(given.output)
+    else:
+        path.parent.mkdir(exist_ok=True)
+    returns = render(policy, path, given.episodes, given.seed, given.sampled)
+    Display().say(f"returns {', '.join(f'{x:g}' for x in returns)}; written: {path}")
+    return 0
+
+
+def _parser(name: str, command: Command, episodes: int | None = None) -> argparse.ArgumentParser:
+    """Of a command on what a run directory has learned, with a number of episodes if it plays."""
+    parser = argparse.ArgumentParser(prog=f"purejaxppo {name}", description=command.__doc__)
+    parser.add_argument("run_dir")
+    parser.add_argument("--run", type=int, help="number of one run of a sweep")
+    parser.add_argument(
+        "--best", action="store_true", help="parameters with the best evaluation, not the latest"
+    )
+    parser.add_argument("--env", help="repeats my_module:MyEnv, to allow that it is imported")
+    if episodes is not None:
+        default = {"type": options.parse_int, "help": "(%(default)s)"}
+        parser.add_argument("--episodes", default=episodes, **default)
+        parser.add_argument("--seed", default=0, **default)
+        parser.add_argument("--sampled", action="store_true", help="sample the actions")
+    return parser
+
+
+def _checked(given: argparse.Namespace) -> argparse.Namespace:
+    """Raises ConfigError where episodes or seed are out of range."""
+    options.require(given.episodes >= 1, "episodes", given.episodes, "at least 1")
+    options.require(0 <= given.seed < 2**32, "seed", given.seed, "in 0 ... 2**32 - 1")
+    return given
+
+
+@guarded
 def report_command(arguments: list[str]) -> int:
     """Draws the plots of run directories again, from their tables, and compares several."""
     parser = argparse.ArgumentParser(prog="purejaxppo report", description=report_command.__doc__)
@@ -77,8 +193,7 @@ def report_command(arguments: list[str]) -> int:
         if len(reports) > 1:
             ranked = report.compare(reports, given.output)
     except (ValueError, OSError) as error:  # of a plot's format, too
-        print(f"purejaxppo: error: {error}", file=sys.stderr)
-        return 2
+        raise ConfigError(str(error)) from None
     display = Display()
     display.ranking([(result.name, result.outcome.statistics()) for result in ranked])
     drawn = [str(each.path) for each in reports] + [str(given.output)] * (len(reports) > 1)
@@ -86,20 +201,12 @@ def report_command(arguments: list[str]) -> int:
     return 0
 
 
+@guarded
 def train_command(arguments: list[str]) -> int:
-    """Trains; returns the exit status: 0, 1 if every run diverged, 2 for wrong input, 130 Ctrl-C."""
-    try:
-        settings = parse(arguments)
-        options.validate_run(settings.run)  # all else once it is known what is swept
-        return train(settings)
-    except ConfigError as error:
-        print(f"purejaxppo: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"purejaxppo: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    """Trains; returns the exit status: 0, or 1 if every run diverged, or 128 and a signal."""
+    settings = parse(arguments)
+    options.validate_run(settings.run)  # all else once it is known what is swept
+    return train(settings)
 
 
 def parse(arguments: list[str]) -> Settings:
@@ -113,6 +220,7 @@ def parse(arguments: list[str]) -> Settings:
     first.add_argument("--env")
     first.add_argument("--config")
     first.add_argument("--backend")
+    first.add_argument("--resume")
     # Tyro would let the last --sweep win.
     first.add_argument("--sweep", action="extend", nargs="+")
     try:
@@ -120,7 +228,10 @@ def parse(arguments: list[str]) -> Settings:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
     env = None if known.env is None else envs.full_name(known.env)
-    base = options.load_settings(env, known.config, known.backend)
+    if known.resume is not None:
+        base = _to_go_on(known.resume, env, known.config)
+    else:
+        base = options.load_settings(env, known.config, known.backend)
     if known.sweep is not None:
         run = dataclasses.replace(base.run, sweep=tuple(known.sweep))
         base = dataclasses.replace(base, run=run)
@@ -140,6 +251,17 @@ def parse(arguments: list[str]) -> Settings:
         if stop.code == 0:
             raise
         raise ConfigError(_one_line(message.getvalue(), rest)) from None
+
+
+def _to_go_on(run_dir: str, env: str | None, config: str | None) -> Settings:
+    """The settings that a training to be resumed was begun with."""
+    if config is not None:
+        raise ConfigError(f"--config {config}: --resume {run_dir} has its own")
+    settings = RunDirectory.open(run_dir, env).settings
+    if env not in (None, settings.config.env):
+        raise ConfigError(f"--env {env}: {run_dir} is of {settings.config.env}")
+    run = dataclasses.replace(settings.run, resume=run_dir, run_dir=None)
+    return dataclasses.replace(settings, run=run)
 
 
 def _one_line(message: str, arguments: list[str]) -> str:

@@ -142,10 +142,22 @@ class RunOptions:
     """Environment steps between evaluations, 0 for one at the end; 20 in a training by default."""
     eval_episodes: int = 128
     """Episodes of an evaluation; 0 for none."""
+    video_every: int | None = None
+    """Environment steps between videos of a run's policy, in videos/; none when not given."""
     metrics_rows: int = 1000
     """Most rows a run has in metrics.csv, 0 for one an iteration."""
     run_dir: str | None = None
     """Directory for the results; made up from environment and time when not given."""
+    resume: str | None = None
+    """Run directory to go on with. Beside it only --total-timesteps can change, and this group."""
+    any_version: bool = False
+    """Go on with a checkpoint that other versions of the packages made: not bit for bit."""
+    checkpoint_every: int = 60
+    """Seconds between checkpoints, beside the one at the end; 0 for that one alone."""
+    checkpoint_iterations: int | None = None
+    """Iterations between checkpoints, instead of seconds."""
+    keep: int = 2
+    """Latest checkpoints that are kept; 0 for none at all."""
     runs_per_block: Literal["auto"] | int = "auto"
     """Runs vmapped together on a device at a time. auto: 4 on a CPU and all on an accelerator, or as
     many as there is memory for."""
@@ -166,6 +178,8 @@ class RunOptions:
     """What runs differ in beside the seed: name=value,value or name~loguniform(low,high)."""
     samples: int | None = None
     """Random samples of what is swept over a range."""
+    deterministic: bool = False
+    """Same bits every time on a GPU too, which without it only CPUs promise; slower."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
 
@@ -337,44 +351,49 @@ def validate(settings: Settings) -> None:
         "num_minibatches",
         "pool_size",
     ):
-        _require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
+        require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
     for name in ("torso_layers", "policy_layers", "value_layers"):
         widths = getattr(config, name)
-        _require(all(w >= 1 for w in widths), name, widths, "widths of at least 1")
+        require(all(w >= 1 for w in widths), name, widths, "widths of at least 1")
     if config.activation not in ACTIVATIONS:
-        _require(False, "activation", config.activation, f"one of {', '.join(ACTIVATIONS)}")
+        require(False, "activation", config.activation, f"one of {', '.join(ACTIVATIONS)}")
     for name in ("gamma", "gae_lambda"):
-        _require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
+        require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
     for name in ("ent_coef", "vf_coef"):
         value = getattr(hyper, name)
-        _require(0 <= value < math.inf, name, value, "at least 0")
-    _require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
+        require(0 <= value < math.inf, name, value, "at least 0")
+    require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
     for name in (
         "learning_rate", "critic_learning_rate", "reward_scale", "clip_eps", "value_clip_eps",
         "max_grad_norm", "adam_eps", "target_kl", "desired_kl",
     ):  # fmt: skip
         value = getattr(hyper, name)
-        _require(value is None or value > 0, name, value, "above 0")
+        require(value is None or value > 0, name, value, "above 0")
     _validate_together(config, hyper, run)
 
 
 def validate_run(run: RunOptions) -> None:
     """Raises ConfigError for a value out of range."""
-    for name in ("seed", "eval_episodes", "metrics_rows"):
-        _require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
-    _require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
-    _require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
-    _require(
+    for name in ("seed", "eval_episodes", "metrics_rows", "checkpoint_every", "keep"):
+        require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
+    require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
+    require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
+    require(
         run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
     )
-    for name in ("runs_per_block", "samples"):
+    for name in ("runs_per_block", "samples", "checkpoint_iterations", "video_every"):
         value = getattr(run, name)
-        _require(value in (None, "auto") or value >= 1, name, value, "at least 1")
+        require(value in (None, "auto") or value >= 1, name, value, "at least 1")
     if run.memory_limit is not None:
         try:
             parse_bytes(run.memory_limit)
         except ValueError:
-            _require(False, "memory_limit", run.memory_limit, "a size such as 8GiB")
+            require(False, "memory_limit", run.memory_limit, "a size such as 8GiB")
+    if not run.keep and (run.checkpoint_iterations or run.resume):
+        name = "resume" if run.resume else "checkpoint-iterations"
+        raise ConfigError(f"--{name}: there are no checkpoints with --keep 0")
+    if run.resume and run.run_dir:
+        raise ConfigError(f"--run-dir {run.run_dir}: --resume goes on in {run.resume}")
     _validate_processes(run)
 
 
@@ -389,11 +408,11 @@ def _validate_processes(run: RunOptions) -> None:
             f"{', '.join(named)}: all of --coordinator, --num-processes, --process-id"
         )
     if run.coordinator is not None and not re.fullmatch(r".+:[0-9]+", run.coordinator):
-        _require(False, "coordinator", run.coordinator, "host:port")
+        require(False, "coordinator", run.coordinator, "host:port")
     if run.num_processes is not None and run.process_id is not None:
-        _require(run.num_processes >= 1, "num_processes", run.num_processes, "at least 1")
+        require(run.num_processes >= 1, "num_processes", run.num_processes, "at least 1")
         allowed = f"in 0 ... {run.num_processes - 1}"
-        _require(0 <= run.process_id < run.num_processes, "process_id", run.process_id, allowed)
+        require(0 <= run.process_id < run.num_processes, "process_id", run.process_id, allowed)
 
 
 def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
@@ -425,7 +444,8 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
         raise ConfigError(f"--eval-every {run.eval_every}: there are no --eval-episodes")
 
 
-def _require(holds: bool, name: str, value: Any, allowed: str) -> None:
+def require(holds: bool, name: str, value: Any, allowed: str) -> None:
+    """Raises ConfigError, for the value of an option, unless it holds."""
     if not holds:
         raise ConfigError(f"--{name.replace('_', '-')} {value}: must be {allowed}")
 

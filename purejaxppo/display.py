@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from purejaxppo.evaluate import MAX_STEPS
+from purejaxppo.policy import Policy
 from purejaxppo.sweep import Run, bootstrap_interval, describe
+from purejaxppo.types import Episode
 
 # Where the output is no terminal, progress is a line at most so often, in seconds.
 _LINE_EVERY = 10.0
@@ -106,6 +109,26 @@ class Display:
                 f"mean over {len(finite)} seeds {np.mean(finite):.2f}, "
                 f"95% interval {low:.2f} ... {high:.2f}"
             )
+
+    def played(self, episodes: list[tuple[Policy, Episode]]) -> None:
+        """What policies reached in episodes [E]; those that were given up do not count."""
+        table = Table(title=f"{len(episodes[0][1].ended)} episodes a run")
+        for column in ("run", "return", "std", "95% interval", "min", "max", "length"):
+            table.add_column(column, justify="right", no_wrap=True)
+        unfinished = 0
+        for policy, played in episodes:
+            score, length = (np.asarray(x)[played.ended] for x in (played.score, played.length))
+            unfinished += int((~played.ended).sum())
+            cells = ["no episode ended"] + [""] * 5
+            if len(score):
+                low, high = bootstrap_interval(score)
+                cells = [f"{x:.2f}" for x in (score.mean(), score.std())]
+                cells += [f"{low:.2f} ... {high:.2f}", f"{score.min():.2f}", f"{score.max():.2f}"]
+                cells += [f"{length.mean():.1f} ({length.min()} ... {length.max()})"]
+            table.add_row(f"{policy.run.name}, iteration {policy.iteration:,}", *cells)
+        self._console.print(table)
+        if unfinished:
+            self._console.print(f"{unfinished} episodes were given up after {MAX_STEPS:,} steps")
 
     def ranking(self, settings: list[tuple[str, dict[str, Any]]]) -> None:
         """Names and statistics of settings, the best first."""

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import dataclasses
 import gc
 import os
-import re
-import shutil
+import shlex
 import sys
 import tempfile
 import time
-from datetime import datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from purejaxppo import machine
-from purejaxppo.config import ConfigError, Settings
+import jax
+
+from purejaxppo import checkpoint, machine, rundir
+from purejaxppo.checkpoint import Checkpoint, Writer
+from purejaxppo.config import Config, ConfigError, Settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import Tables
 from purejaxppo.loop import Training
-from purejaxppo.report import write_config, write_reports
-from purejaxppo.sweep import make_runs, make_settings_of, programs
+from purejaxppo.report import write_reports
+from purejaxppo.rundir import RunDirectory, check_options, options_of, write_config
+from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 
 
 def train(settings: Settings) -> int:
     """Trains all runs of valid settings, shows it, and fills the run directory.
 
     Returns:
-        The exit status: 0, or 1 if every run diverged, or 130 if it was interrupted.
+        The exit status: 0, or 1 if every run diverged, or 128 and the signal that interrupted it.
 
     Raises:
         ConfigError: what cannot be known before the environment is: a name, an argument, a head
-            that does not fit, a directory in use. Nothing has been compiled by then.
+            that does not fit, a directory in use, a checkpoint that cannot be gone on with. Nothing
+            has been compiled by then.
+        OSError: the run directory cannot be written any more.
     """
     gc.disable()  # starting makes many objects and no garbage; a training that has compiled turns it on
     try:
@@ -44,83 +49,196 @@ def train(settings: Settings) -> int:
 def _train(settings: Settings) -> int:
     started = time.monotonic()
     sys.path.insert(0, os.getcwd())  # for --env my_module:MyEnv, with the console script too
-    runs = make_runs(make_settings_of(settings), settings.run)
+    groups = programs(make_runs(make_settings_of(settings), settings.run))
+    runs = sorted((run for group in groups for run in group), key=lambda run: run.number)
     machine.configure(settings.run, len(runs))
     memory = machine.memory_for_arrays(settings.run.memory_limit)
     display = Display(quiet=not machine.is_main())
-    trainings = [Training(settings.run, group, display, memory) for group in programs(runs)]
-    # The block fixes the arithmetic, so it is written down, unless programs have different ones.
-    blocks = {training.plan.block for training in trainings}
-    if len(blocks) == 1:
-        run = dataclasses.replace(settings.run, runs_per_block=blocks.pop())
-        settings = dataclasses.replace(settings, run=run)
-    run_dir = _make_run_dir(settings)
-    display.header(_header(settings, trainings, run_dir))
-    facts = _run(trainings, Tables(run_dir, runs[0].setting.swept), display)
-    facts["wall_seconds"] = time.monotonic() - started
-    summary = write_reports(run_dir, facts)
+    with contextlib.ExitStack() as held:
+        checkpoints = _checkpoints(settings, groups, held)
+        trainings = [
+            Training(settings.run, group, display, memory, each)
+            for group, each in zip(groups, checkpoints, strict=True)
+        ]
+        directory = _begin(_with_block(settings, trainings), held)
+        display.header(_header(directory, trainings, checkpoints))
+        try:
+            facts, signal = _run(trainings, directory, checkpoints, display)
+            facts["wall_seconds"] = time.monotonic() - started
+            summary = write_reports(directory.path, facts)
+        except OSError:
+            display.say(_how_to_go_on(directory))
+            raise
     display.results(summary, runs)
-    display.say(f"written to {run_dir}")
-    return 130 if facts["interrupted"] else int(len(facts["diverged_runs"]) == len(runs))
+    display.say(f"written to {directory.path}")
+    if signal:
+        display.say(_how_to_go_on(directory))
+        return 128 + signal
+    return int(len(facts["diverged_runs"]) == len(runs))
 
 
-def _run(trainings: list[Training], tables: Tables, display: Display) -> dict[str, Any]:
-    """Trains one program after another; returns what the tables do not say."""
-    with machine.Interrupt() as interrupt, tables:
-        for number, training in enumerate(trainings, 1):
-            if not interrupt.check():
-                if len(trainings) > 1:
-                    display.say(f"program {number} of {len(trainings)}: {training.description}")
-                training.run(tables, interrupt)
-    seconds = sum(training.seconds for training in trainings)
-    return {
-        "steps_per_second": sum(training.steps for training in trainings) / max(seconds, 1e-9),
-        "compile_seconds": sum(training.compile_seconds for training in trainings),
-        "diverged_runs": sorted(run for training in trainings for run in training.diverged_runs),
-        "interrupted": interrupt.stopped,
+def _run(
+    trainings: list[Training],
+    directory: RunDirectory,
+    checkpoints: list[Checkpoint | None],
+    display: Display,
+) -> tuple[dict[str, Any], int]:
+    """Trains one program after another; returns what the tables do not say, and Interrupt.signal."""
+    about = {
+        "options": options_of(directory.settings),
         "versions": machine.versions(),
         "device": machine.device_name(),
     }
-
-
-def _make_run_dir(settings: Settings) -> Path:
-    """The run directory of this process: of one that does not report, it is thrown away."""
+    swept = trainings[0].runs[0].setting.swept
+    keep = directory.settings.run.keep
+    sizes = [(0, 0) if directory.settings.run.resume else (None, None)]
+    sizes += [checkpoint.facts["tables"] for checkpoint in checkpoints if checkpoint]
     if not machine.is_main():
-        (failed,) = machine.agree(False)
-        if failed:
-            raise ConfigError("process 0 could not begin")
-        path = Path(tempfile.mkdtemp())
-        atexit.register(shutil.rmtree, path, ignore_errors=True)
+        sizes = [(None, None)]  # tables that are thrown away
+    with machine.Interrupt() as interrupt, Tables(directory.path, swept, sizes[-1]) as tables:
+        for number, training in enumerate(trainings):
+            if interrupt.check():
+                break
+            if len(trainings) > 1:
+                display.say(f"program {number + 1} of {len(trainings)}: {training.description}")
+            with Writer(directory.checkpoints(number), keep, about) as writer:
+                main = machine.is_main()
+                training.run(tables, interrupt, writer if main else None, directory.path / "videos")
+    seconds = sum(training.seconds for training in trainings)
+    facts = {
+        "steps_per_second": sum(training.steps for training in trainings) / max(seconds, 1e-9),
+        "compile_seconds": sum(training.compile_seconds for training in trainings),
+        "diverged_runs": sorted(run for training in trainings for run in training.diverged_runs),
+        "interrupted": bool(interrupt.signal),
+        "versions": about["versions"],
+        "device": about["device"],
+    }
+    return facts, interrupt.signal
+
+
+def _checkpoints(
+    settings: Settings, groups: list[list[Run]], held: contextlib.ExitStack
+) -> list[Checkpoint | None]:
+    """The latest checkpoint of every program; None of one that has not begun.
+
+    Raises:
+        ConfigError: one is damaged, of other options or versions, or beyond --total-timesteps; or
+            another process is training there.
+    """
+    if settings.run.resume is None:
+        return [None] * len(groups)
+    directory = RunDirectory(Path(settings.run.resume), settings)
+    _in_main(lambda: held.enter_context(rundir.lock(directory.path)))
+    found = [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))]
+    for each, runs in zip(found, groups, strict=True):
+        if each is not None:
+            check_options(each, settings)
+            _check_can_go_on(each, runs[0].setting.config, settings.run.any_version)
+    return found
+
+
+def _check_can_go_on(found: Checkpoint, config: Config, any_version: bool) -> None:
+    """Raises ConfigError where a checkpoint is of other versions, or beyond the steps asked for."""
+    if found.iteration > config.iterations:
+        raise ConfigError(
+            f"--total-timesteps {config.total_timesteps}: {found.path} has already trained "
+            f"{found.iteration * config.batch_size}; give more"
+        )
+    before, now = found.facts["versions"], machine.versions()
+    changed = [
+        f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]
+    ]
+    if changed and not any_version:
+        raise ConfigError(
+            f"{found.path}: made with other versions: {', '.join(changed)}; --any-version goes on all "
+            "the same, and not bit for bit as it would have"
+        )
+
+
+def _begin(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
+    """The run directory of this process: of one that does not report, it is thrown away."""
+
+    def prepare() -> RunDirectory:
+        if settings.run.resume is None:
+            directory = rundir.create(settings)
+            held.enter_context(rundir.lock(directory.path))
+            return directory
+        directory = RunDirectory(Path(settings.run.resume), settings)
+        write_config(directory.path / "config.yaml", settings)
+        return directory
+
+    directory = _in_main(prepare)
+    if directory is None:
+        path = Path(held.enter_context(tempfile.TemporaryDirectory()))
         write_config(path / "config.yaml", settings)
-        return path
-    try:
-        path = _create_run_dir(settings)
-    except ConfigError:
-        machine.agree(True)
-        raise
-    machine.agree(False)
-    return path
+        directory = RunDirectory(path, settings)
+    return directory
 
 
-def _create_run_dir(settings: Settings) -> Path:
-    """Creates the run directory, with the complete configuration in it."""
-    name = settings.run.run_dir
-    if name is None:
-        env = re.sub(r"[^\w.-]+", "-", settings.config.env)
-        name = f"runs/{env}-{datetime.now():%Y%m%d-%H%M%S}"
-    path = Path(name)
-    try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"--run-dir {path}: in use; give another, or remove it first")
-        path.mkdir(parents=True, exist_ok=True)
-        write_config(path / "config.yaml", settings)
-    except OSError as error:
-        raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
-    return path
+def _in_main(action: Callable[[], Any]) -> Any:
+    """What an action of the process that reports returns, None in the others.
+
+    Raises:
+        ConfigError: in all processes, where it fails.
+    """
+    result, error = None, None
+    if machine.is_main():
+        try:
+            result = action()
+        except ConfigError as failure:
+            error = failure
+    (failed,) = machine.agree(error is not None)
+    if failed:
+        raise error or ConfigError("process 0 could not begin")
+    return result
 
 
-def _header(settings: Settings, trainings: list[Training], run_dir: Path) -> dict[str, str]:
-    run, first = settings.run, trainings[0]
+def _with_block(settings: Settings, trainings: list[Training]) -> Settings:
+    """With the size of the blocks, which fixes the arithmetic, unless programs differ in it."""
+    blocks = {training.plan.block for training in trainings}
+    if len(blocks) > 1:
+        return settings
+    run = dataclasses.replace(settings.run, runs_per_block=blocks.pop())
+    return dataclasses.replace(settings, run=run)
+
+
+def _where_from(trainings: list[Training], checkpoints: list[Checkpoint | None]) -> str:
+    """From which iteration, and what makes the rest differ from a training without interruption."""
+    done = sum(training.iteration for training in trainings)
+    total = sum(training.config.iterations for training in trainings)
+    parts = [f"after iteration {done:,} of {total:,}" if done else "from the beginning"]
+    for training, found in zip(trainings, checkpoints, strict=True):
+        facts, config = found.facts if found else {}, training.config
+        anneals = config.anneal_learning_rate or config.anneal_clip_eps or config.anneal_ent_coef
+        if facts and facts["iterations"] != config.iterations and anneals:
+            parts.append(
+                f"what anneals was to end at iteration {facts['iterations']:,}: stretched, so not as "
+                "if trained at once"
+            )
+        now = {
+            "block": training.plan.block,
+            "shards": training.plan.shards,
+            "device": machine.device_name(),
+        }
+        parts += [
+            f"not bit for bit: {name} {facts[name]} -> {value}"
+            for name, value in now.items()
+            if facts and facts[name] != value
+        ]
+    return "; ".join(dict.fromkeys(parts))
+
+
+def _how_to_go_on(directory: RunDirectory) -> str:
+    named = directory.settings.config.env
+    own = f" --env {named}" if ":" in named else ""
+    path = shlex.quote(str(directory.path))
+    return f"to go on: python -m purejaxppo.run --resume {path}{own}"
+
+
+def _header(
+    directory: RunDirectory, trainings: list[Training], checkpoints: list[Checkpoint | None]
+) -> dict[str, str]:
+    run, first = directory.settings.run, trainings[0]
     config, env = first.config, first.trainer.setup.env
     steps = config.iterations * config.batch_size
     rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
@@ -144,8 +262,12 @@ def _header(settings: Settings, trainings: list[Training], run_dir: Path) -> dic
         "device": f"{first.plan.num_devices * first.plan.shards} x {machine.device_name()}"
         + ", which share the environments of a run" * (first.plan.shards > 1),
         "memory": f"{machine.gib(first.expected_bytes)} planned beside the program itself",
-        "directory": str(run_dir),
+        "directory": str(directory.path),
     }
+    if jax.default_backend() == "gpu" and not run.deterministic:
+        header["resume"] = "not promised bit for bit on a GPU without --deterministic"
+    if run.resume:
+        header["resumed"] = _where_from(trainings, checkpoints)
     if run.sweep:
         header["sweep"] = f"{' '.join(run.sweep)}: {num_runs // run.num_seeds} settings"
     if len(trainings) > 1:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from purejaxppo.config import ConfigError
 from purejaxppo.sweep import Run, show
 from purejaxppo.types import Episode, Metrics
 
@@ -19,13 +21,26 @@ EVALUATION_COLUMNS = [
 
 
 class Table:
-    """A CSV file with a header; what is not a finite number stays empty."""
+    """A CSV file with a header; what is not a finite number stays empty.
 
-    def __init__(self, path: Path, columns: list[str]) -> None:
-        self._file = path.open("x", newline="")
-        self._writer = csv.writer(self._file)
+    Args:
+        size: bytes of what is there already that stay; None where nothing may be there.
+
+    Raises:
+        ConfigError: there is less.
+        FileExistsError: there is something.
+    """
+
+    def __init__(self, path: Path, columns: list[str], size: int | None = None) -> None:
         self._columns = columns
-        self._writer.writerow(columns)
+        there = path.stat().st_size if path.exists() else 0
+        if size is not None and size > there:
+            raise ConfigError(f"{path}: has {there} bytes, and had {size} at its last checkpoint")
+        self._file = path.open("x" if size is None else "a", newline="")
+        self._file.truncate(size or 0)
+        self._writer = csv.writer(self._file)
+        if not size:
+            self._writer.writerow(columns)
         self._file.flush()
 
     def write(self, rows: list[dict[str, Any]]) -> None:
@@ -33,6 +48,11 @@ class Table:
         for row in rows:
             self._writer.writerow([_cell(row[column]) for column in self._columns])
         self._file.flush()
+
+    def sync(self) -> int:
+        """Brings all rows to the disk; their size in bytes."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         self._file.close()
@@ -43,12 +63,22 @@ class Tables:
 
     Args:
         swept: the options that runs differ in, with any values.
+        sizes: from `sync`, of a training that goes on.
     """
 
-    def __init__(self, run_dir: Path, swept: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        swept: dict[str, Any],
+        sizes: tuple[int | None, int | None] = (None, None),
+    ) -> None:
         columns = list(swept_columns(swept))
-        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns)
-        self.evaluation = Table(run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns)
+        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns, sizes[0])
+        self.evaluation = Table(run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns, sizes[1])
+
+    def sync(self) -> tuple[int, int]:
+        """Brings all rows to the disk; the size of each table in bytes."""
+        return self.metrics.sync(), self.evaluation.sync()
 
     def __enter__(self) -> Tables:
         return self
@@ -72,15 +102,31 @@ class MetricsTable:
         runs: [R].
         interval: iterations that a row is the mean of.
         steps_per_iteration: environment steps of one run.
+        iteration: that a training goes on from.
+        pending: metrics [I, R] of the interval it stopped in.
     """
 
     def __init__(
-        self, table: Table, runs: list[Run], interval: int, steps_per_iteration: int
+        self,
+        table: Table,
+        runs: list[Run],
+        interval: int,
+        steps_per_iteration: int,
+        iteration: int = 0,
+        pending: dict[str, np.ndarray] | None = None,
     ) -> None:
         self._table, self._runs = table, runs
         self._interval, self._steps_per_iteration = interval, steps_per_iteration
         self._pending: list[dict[str, np.ndarray]] = []
-        self._iteration = 0
+        self._iteration = iteration
+        if pending:
+            size = len(pending["episodes"])
+            self._pending = [{k: v[i] for k, v in pending.items()} for i in range(size)]
+
+    @property
+    def pending(self) -> dict[str, np.ndarray]:
+        """Metrics [I, R] of the interval so far; empty at its start."""
+        return _stack(self._pending) if self._pending else {}
 
     def add(self, metrics: dict[str, np.ndarray]) -> None:
         """Takes the metrics [C, R] of C further iterations."""
@@ -94,8 +140,7 @@ class MetricsTable:
         """Writes what there is of an interval."""
         if not self._pending:
             return
-        names = Metrics.__dataclass_fields__
-        means = pool({name: np.stack([m[name] for m in self._pending]) for name in names})
+        means = pool(_stack(self._pending))
         self._pending.clear()
         steps = self._iteration * self._steps_per_iteration
         self._table.write(
@@ -104,6 +149,11 @@ class MetricsTable:
                 for i, run in enumerate(self._runs)
             ]
         )
+
+
+def _stack(metrics: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """[I, R] of I iterations [R]."""
+    return {name: np.stack([m[name] for m in metrics]) for name in Metrics.__dataclass_fields__}
 
 
 def _place(run: Run, iteration: int, env_steps: int) -> dict[str, Any]:
@@ -151,8 +201,8 @@ class EvaluationTable:
     def __init__(self, table: Table, runs: list[Run]) -> None:
         self._table, self._runs = table, runs
 
-    def add(self, episodes: Episode, iteration: int, env_steps: int) -> None:
-        """Takes host episodes [R, E]."""
+    def add(self, episodes: Episode, iteration: int, env_steps: int) -> np.ndarray:
+        """Takes host episodes [R, E]; returns the mean returns [R], NaN where none ended."""
         rows = []
         for i, run in enumerate(self._runs):
             ended = episodes.ended[i]
@@ -167,3 +217,4 @@ class EvaluationTable:
                 }
             )
         self._table.write(rows)
+        return np.array([row["return_mean"] for row in rows])

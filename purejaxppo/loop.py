@@ -7,17 +7,20 @@ import gc
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from purejaxppo import envs
+from purejaxppo.checkpoint import Best, Checkpoint, Writer, finite, flatten
 from purejaxppo.config import Config, ConfigError, RunOptions
 from purejaxppo.display import Display
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, pool
 from purejaxppo.machine import Interrupt, Memory, agree, gib, resident_bytes
+from purejaxppo.policy import Policy
 from purejaxppo.spaces import Box
 from purejaxppo.sweep import Run, describe
 from purejaxppo.train import (
@@ -28,8 +31,10 @@ from purejaxppo.train import (
     make_footprint,
     make_plan,
     make_setup,
+    saved_shapes,
     stack_hypers,
 )
+from purejaxppo.types import PyTree, TrainState
 
 # A chunk lasts about so long, so that progress moves and Ctrl-C is heard.
 _CHUNK_SECONDS = 0.5
@@ -41,46 +46,85 @@ class Training:
     Args:
         runs: of one `Config`.
         memory: for the arrays of all of them.
+        checkpoint: to go on from.
 
     Attributes:
-        seconds: of training alone.
+        seconds: of training alone, also of that before the checkpoint.
 
     Raises:
         ConfigError: what cannot be known before the environment is: a name, an argument, a head
-            that does not fit; or more runs than memory. Nothing has been compiled by then.
+            that does not fit; or more runs than memory; or a checkpoint of something else. Nothing
+            has been compiled by then.
     """
 
     def __init__(
-        self, options: RunOptions, runs: list[Run], display: Display, memory: Memory
+        self,
+        options: RunOptions,
+        runs: list[Run],
+        display: Display,
+        memory: Memory,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.options, self.runs, self.display = options, runs, display
         self.config = runs[0].setting.config
         self._env = envs.make(self.config.env, self.config.env_options)
         _check_hypers(self.config, self._env, runs)
+        if options.video_every:
+            from purejaxppo.render import check_drawable  # takes its time to import
+
+            check_drawable(self._env, self.config.env)
         by_environment = options.shard == "environments"
         block = None if options.runs_per_block == "auto" else options.runs_per_block
+        if block is None and checkpoint is not None:
+            block = checkpoint.facts["block"]
         self._lay_out(make_plan(len(runs), block, by_environment))
         self._fit_into(memory)
-        self.iteration = 0
-        self.seconds = 0.0
-        self.compile_seconds = 0.0
+        rows = options.metrics_rows
+        self._interval = -(-self.config.iterations // rows) if rows else 1
+        self._pending: dict[str, np.ndarray] = {}
+        self._best = Best(self._policy_of(self._whole), len(runs))
         self._diverged = np.zeros(len(runs), bool)
+        self.iteration = self._saved = 0
+        self.seconds = self.compile_seconds = 0.0
+        self._restored: PyTree = None
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Takes up where a checkpoint was made."""
+        self._restored = checkpoint.tree("state", self._whole)
+        best = checkpoint.tree("best", self._best.tree)
+        self._best.score, self._best.iteration = best.pop("score"), best.pop("iteration")
+        self._best.policy = best
+        self._pending = checkpoint.named("pending")
+        facts = checkpoint.facts
+        self._diverged[facts["diverged"]] = True
+        self._interval, self.seconds = facts["interval"], facts["seconds"]
+        self.iteration = self._saved = checkpoint.iteration
+
+    @staticmethod
+    def _policy_of(state: TrainState) -> dict[str, PyTree]:
+        """What acts."""
+        return {"params": state.params, "obs_stats": state.obs_stats}
 
     def _lay_out(self, plan: Plan) -> None:
         """The programs of a plan, and the runs on its devices."""
         self.plan = plan
         setup = make_setup(_share(self.config, plan.shards), self._env)
         episodes = max(1, -(-self.options.eval_episodes // plan.shards))
-        self.trainer = Trainer(setup, plan, Vectorized(self._env, episodes, pool_size=1))
+        self.trainer = Trainer(setup, plan, Vectorized(self._env, episodes))
         self._hypers = self.trainer.shard(stack_hypers([run.setting.hyper for run in self.runs]))
         seeds = np.array([run.seed for run in self.runs], np.uint32)
         self._start = (self.trainer.shard(seeds), self._hypers, ())
         # A trace that compilation uses again.
         self._shapes = self.trainer.sharded_like(jax.eval_shape(self.trainer.init, *self._start))
+        whole = self.trainer.setup if plan.shards == 1 else make_setup(self.config, self._env)
+        self._whole = saved_shapes(whole, self.runs[0].setting.hyper, len(self.runs))
 
     def _fit_into(self, memory: Memory) -> None:
         """Smaller blocks where these runs would not fit."""
-        footprint = make_footprint(self.trainer.setup, self.plan, self._shapes)
+        copies = int(self.options.keep > 0 and not memory.per_device)
+        footprint = make_footprint(self.trainer.setup, self.plan, self._shapes, copies)
         room = memory.of(self.plan.num_devices * self.plan.shards)
         plan = fit(self.plan, footprint, room)
         self.expected_bytes = footprint.total(plan or self.plan)
@@ -121,13 +165,31 @@ class Training:
         """Their numbers."""
         return [run.number for run, bad in zip(self.runs, self._diverged, strict=True) if bad]
 
-    def run(self, tables: Tables, interrupt: Interrupt) -> None:
-        """Trains to the end or to an interrupt."""
-        rows = self.options.metrics_rows
-        interval = -(-self.config.iterations // rows) if rows else 1
-        self._metrics = MetricsTable(tables.metrics, self.runs, interval, self.config.batch_size)
+    def run(
+        self, tables: Tables, interrupt: Interrupt, writer: Writer | None, videos: Path
+    ) -> None:
+        """Trains to the end or to an interrupt.
+
+        Args:
+            writer: of its checkpoints, if this process makes them, and the videos.
+            videos: where those go.
+
+        Raises:
+            OSError: a table or a checkpoint could not be written.
+        """
+        if self.iteration == self.config.iterations:
+            return
+        self._metrics = MetricsTable(
+            tables.metrics,
+            self.runs,
+            self._interval,
+            self.config.batch_size,
+            self.iteration,
+            self._pending,
+        )
         self._evaluations = EvaluationTable(tables.evaluation, self.runs)
-        self._interrupt = interrupt
+        self._tables, self._interrupt, self._writer = tables, interrupt, writer
+        self._videos = videos
         try:
             self._compile()
             self.display.start(self.config.iterations * self.config.batch_size)
@@ -135,23 +197,27 @@ class Training:
         finally:
             self.display.stop()
             self._metrics.flush()
-        if interrupt.stopped:
+        if interrupt.signal:
             self.display.say(f"interrupted after {self.iteration:,} iterations")
 
     def _compile(self) -> None:
         started = time.monotonic()
         trainer, shared = self.trainer, (np.int32(1), np.float32(1))
-        programs = [
-            trainer.init.lower(*self._start),
-            trainer.chunk.lower(self._shapes, self._hypers, shared),
-        ]
+        programs = {"chunk": trainer.chunk.lower(self._shapes, self._hypers, shared)}
+        if self._restored is None:
+            programs["init"] = trainer.init.lower(*self._start)
         if self.options.eval_episodes:
-            programs.append(trainer.evaluate.lower(self._shapes, self._hypers, ()))
+            programs["evaluate"] = trainer.evaluate.lower(self._shapes, self._hypers, ())
         with ThreadPoolExecutor() as threads:  # XLA compiles without Python's lock
-            init, self._chunk, *rest = threads.map(lambda program: program.compile(), programs)
-        self._evaluate = rest[0] if rest else None
-        memory = self._memory([self._chunk, *rest])
-        self._states = init(*self._start)
+            compiled = threads.map(lambda program: program.compile(), programs.values())
+        ready = dict(zip(programs, compiled, strict=True))
+        self._chunk, self._evaluate = ready["chunk"], ready.get("evaluate")
+        if "init" in ready:
+            self._states = ready.pop("init")(*self._start)
+        else:
+            self._states = trainer.put_whole(self._restored, self._shapes)
+            self._restored = None
+        memory = self._memory(list(ready.values()))
         self.compile_seconds = time.monotonic() - started
         gc.freeze()
         gc.enable()
@@ -170,31 +236,77 @@ class Training:
         return f"{gib(size * self.plan.num_devices * self.plan.shards + resident_bytes())} of memory in all"
 
     def _train(self) -> None:
-        config = self.config
+        config, total = self.config, self.config.iterations
         every = self.options.eval_every
-        if every is None:
-            every = config.total_timesteps / 20
-        every = max(1, round(every / config.batch_size)) if every else config.iterations
-        count = 1
-        while self.iteration < config.iterations and not self._interrupt.check():
-            until = min(config.iterations, (self.iteration // every + 1) * every)
-            count = min(count, MAX_CHUNK, until - self.iteration)
-            started = time.monotonic()
-            episode_return = self._train_chunk(count)
-            (seconds,) = agree(time.monotonic() - started)  # all processes must do the same
-            self.seconds += seconds
-            done = self.iteration * config.batch_size
-            self.display.update(done, episode_return, self.steps / self.seconds)
-            count = max(1, int(_CHUNK_SECONDS * count / seconds))
-            if self._evaluate and self.iteration == until and not self._interrupt.check():
+        every = self._iterations(config.total_timesteps / 20 if every is None else every)
+        video = self._iterations(self.options.video_every or 0)
+        count, saved = 1, time.monotonic()
+        while self.iteration < total and not self._interrupt.check():
+            until = self._until(every, video, self.options.checkpoint_iterations or total)
+            count = self._train_chunk(min(count, MAX_CHUNK, until - self.iteration))
+            if self._evaluate and (self.iteration % every == 0 or self.iteration == total):
                 self._evaluate_now()
+            if self.options.video_every and (
+                self.iteration % video == 0 or self.iteration == total
+            ):
+                self._draw()
+            (seconds,) = agree(time.monotonic() - saved)
+            if self._checkpoint_due(seconds):
+                self._save()
+                saved = time.monotonic()
+        if self.iteration == total:
+            self._metrics.flush()  # a longer training begins an interval of its own
         # What the last update did shows in no loss.
-        for leaf in jax.tree.leaves(self.trainer.fetch(self._states.params)):
-            self._diverged |= ~np.isfinite(leaf).reshape(len(leaf), -1).all(axis=1)
+        self._diverged |= ~finite(self.trainer.fetch_whole(self._states.params, self._whole.params))
+        self._save()
         del self._states  # a sweep's next program needs the room
 
-    def _train_chunk(self, count: int) -> float:
-        """`count` iterations and their rows; the mean return of the episodes that ended, or NaN."""
+    def _iterations(self, steps: float) -> int:
+        """So many environment steps in iterations, at least one; all of them for none."""
+        return max(1, round(steps / self.config.batch_size)) if steps else self.config.iterations
+
+    def _until(self, *every: int) -> int:
+        """The next iteration that is a multiple of one of these, or the last one of all."""
+        return min(self.config.iterations, *((self.iteration // n + 1) * n for n in every))
+
+    def _checkpoint_due(self, seconds: float) -> bool:
+        """Whether to save, so many seconds after the last time."""
+        iterations = self.options.checkpoint_iterations
+        if iterations is not None:
+            return self.iteration % iterations == 0
+        return 0 < self.options.checkpoint_every <= seconds
+
+    def _save(self) -> None:
+        """A checkpoint of what there is now, unless it has been made, or is worth nothing."""
+        if not self.options.keep or self.iteration == self._saved:
+            return
+        states = self.trainer.fetch_whole(self._states, self._whole)
+        if not finite(states.params).any():
+            return
+        self._best.update(self._policy_of(states), self.iteration)
+        self._saved = self.iteration
+        if self._writer is None:
+            return
+        arrays = flatten("state", states) | flatten("pending", self._metrics.pending)
+        arrays |= {name: x.copy() for name, x in flatten("best", self._best.tree).items()}
+        self._writer.save(arrays, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint says beside its arrays."""
+        return {
+            "iteration": self.iteration,
+            "interval": self._interval,
+            "seconds": self.seconds,
+            "diverged": np.flatnonzero(self._diverged).tolist(),
+            "tables": list(self._tables.sync()),
+            "block": self.plan.block,
+            "shards": self.plan.shards,
+            "iterations": self.config.iterations,
+        }
+
+    def _train_chunk(self, count: int) -> int:
+        """`count` iterations and their rows; returns how many take as long as a chunk should."""
+        started = time.monotonic()
         shared = (np.int32(count), np.float32(self.config.iterations))
         self._states, chunk = self._chunk(self._states, self._hypers, shared)
         chunk = self.trainer.fetch(chunk)
@@ -206,7 +318,12 @@ class Training:
         losses = metrics["policy_loss"] + metrics["value_loss"] + metrics["grad_norm"]
         self._diverged |= ~np.isfinite(losses).all(axis=0)
         returns = pool(metrics)["episode_return"]
-        return float(np.nanmean(returns)) if np.isfinite(returns).any() else math.nan
+        mean = float(np.nanmean(returns)) if np.isfinite(returns).any() else math.nan
+        (seconds,) = agree(time.monotonic() - started)  # all processes must do the same
+        self.seconds += seconds
+        done = self.iteration * self.config.batch_size
+        self.display.update(done, mean, self.steps / self.seconds)
+        return max(1, int(_CHUNK_SECONDS * count / seconds))
 
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
@@ -214,7 +331,26 @@ class Training:
         wanted = len(self.runs), self.options.eval_episodes
         episodes = jax.tree.map(lambda x: x.reshape(wanted[0], -1)[:, : wanted[1]], episodes)
         env_steps = self.iteration * self.config.batch_size
-        self._evaluations.add(episodes, self.iteration, env_steps)
+        returns = self._evaluations.add(episodes, self.iteration, env_steps)
+        policy = self._policy_of(self._states)
+        policy = self.trainer.fetch_whole(policy, self._policy_of(self._whole))
+        self._best.update(policy, self.iteration, np.where(np.isnan(returns), -np.inf, returns))
+
+    def _draw(self) -> None:
+        """A video of the first run as it is now."""
+        from purejaxppo.render import render
+
+        saved = self.trainer.fetch_whole(
+            self._policy_of(self._states), self._policy_of(self._whole)
+        )
+        run, own = self.runs[0], jax.tree.map(lambda x: x[0], saved)
+        if self._writer is None or not finite(saved["params"])[0]:
+            return
+        agent = self.trainer.setup.agent
+        policy = Policy(run, self._env, agent, own["params"], own["obs_stats"], self.iteration)
+        self._videos.mkdir(exist_ok=True)
+        steps = self.iteration * self.config.batch_size
+        render(policy, self._videos / f"run{run.number}-{steps:012d}.gif", episodes=1)
 
 
 def _share(config: Config, shards: int) -> Config:

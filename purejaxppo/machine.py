@@ -32,6 +32,9 @@ def configure(run: RunOptions, num_runs: int) -> None:
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         with contextlib.suppress(RuntimeError):  # the backend is up already, as in tests
             jax.config.update("jax_num_cpu_devices", wanted)
+    if run.deterministic:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     if run.distributed:
         _join(run)
     if not run.compilation_cache:
@@ -70,18 +73,18 @@ class Interrupt:
     """The first Ctrl-C or SIGTERM lets the chunk in progress end; the second is not awaited.
 
     Attributes:
-        stopped: what `check` last said.
+        signal: that stopped the training, 0 while nothing has.
     """
 
     def __init__(self) -> None:
-        self.stopped = False
-        self._requested = False
+        self.signal = 0
+        self._requested = 0
 
     def check(self) -> bool:
         """Whether to stop, which all processes ask at the same points and answer alike."""
         (requested,) = agree(self._requested)
-        self.stopped = bool(requested)
-        return self.stopped
+        self.signal = int(requested)
+        return bool(requested)
 
     def __enter__(self) -> Interrupt:
         self._before = {n: signal.signal(n, self._stop) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -94,7 +97,7 @@ class Interrupt:
     def _stop(self, number: int, _: Any) -> None:
         if self._requested:
             raise KeyboardInterrupt
-        self._requested = True
+        self._requested = number
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def gib(size: float) -> str:
 
 def versions() -> dict[str, str]:
     """Of what a result depends on."""
-    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "numpy")
+    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "brax", "numpy")
     found = {name: importlib.metadata.version(name) for name in names}
     return {"purejaxppo": purejaxppo.__version__, "python": platform.python_version(), **found}
 

@@ -195,7 +195,8 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
     )
     act = functools.partial(_act, setup, state.params, state.obs_stats)
     actor, (transitions, episodes) = jax.lax.scan(act, actor, steps)
-    state = state.replace(env_state=actor.env_state, first=actor.first, carry=actor.carry)
+    env_state = env.end_rollout(actor.env_state)
+    state = state.replace(env_state=env_state, first=actor.first, carry=actor.carry)
     return state, Rollout(transitions, episodes, actor.final_obs)
 
 

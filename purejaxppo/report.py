@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from purejaxppo.config import ConfigError, Settings, load_settings
 from purejaxppo.loggers import Table, swept_columns
+from purejaxppo.rundir import write_config, write_whole
 from purejaxppo.sweep import (
     Outcome,
     Run,
@@ -250,7 +250,7 @@ def write_sweep(report: Report) -> None:
     outcomes = [result.outcome for result in report.results]
     names = list(swept_columns(outcomes[0].swept))
     columns = ["final_return", "area_under_curve", "env_steps", "diverged"]
-    table = Table(report.path / "sweep.csv", ["run", "setting", "seed", *names, *columns])
+    table = Table(report.path / "sweep.csv", ["run", "setting", "seed", *names, *columns], size=0)
     for number, outcome in enumerate(outcomes):
         table.write(
             [
@@ -275,16 +275,9 @@ def write_sweep(report: Report) -> None:
     write_config(report.path / "best.yaml", Settings(run, best.config, best.hyper))
 
 
-def write_config(path: Path, settings: Settings) -> None:
-    """Complete settings, ready for --config, in one process or with other flags in several."""
-    alone = {"distributed": False, "coordinator": None, "num_processes": None, "process_id": None}
-    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, **alone))
-    path.write_text(yaml.safe_dump(settings.to_dict(), sort_keys=False))
-
-
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """A dictionary as JSON, numbers that are not finite as null."""
-    path.write_text(json.dumps(_plain(summary), indent=2) + "\n")
+    write_whole(path, json.dumps(_plain(summary), indent=2) + "\n")
 
 
 def _plain(value: Any) -> Any:

@@ -131,20 +131,26 @@ class Footprint:
         return (plan.padded * self.held + plan.num_devices * plan.block * self.work) * plan.shards
 
 
-def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree) -> Footprint:
+def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree, copies: int = 0) -> Footprint:
     """The footprint of a run whose states have these shapes, of all that the plan computes.
+
+    Args:
+        copies: of the states, on their way to a checkpoint.
 
     How often rollout, state and activations are there at a time was read off compiled programs.
     """
     config, env, _ = setup
-    state = nbytes(states) // (plan.padded * plan.shards)
+    each = plan.padded * plan.shards
+    state = nbytes(states) // each
+    pool = config.pool_size * nbytes(states.env_state) // each
     per_sample = math.prod(env.observation_space.shape) + 2 * noise_size(env.action_space) + 10
     rollout = 4 * config.batch_size * per_sample
     units = (2 - config.shared_torso) * sum(config.torso_layers)
     units += sum(config.policy_layers) + sum(config.value_layers) + noise_size(env.action_space) + 1
     activations = 4 * units * config.batch_size // config.num_minibatches
     metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
-    return Footprint(2 * state + metrics, int(2.5 * rollout + 2 * state + 2.5 * activations))
+    held = (2 + copies) * state + metrics
+    return Footprint(held, int(2.5 * rollout + 2 * (state + pool) + 2.5 * activations))
 
 
 def nbytes(shapes: PyTree) -> int:
@@ -190,8 +196,7 @@ class Trainer:
 
     def shard(self, runs: PyTree) -> PyTree:
         """Host arrays [num_runs, ...] as device arrays [padded, ...]."""
-        extra = self.plan.padded - self.plan.num_runs
-        padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], extra, 0)]), runs)
+        padded = jax.tree.map(self._padded, runs)
         return jax.device_put(padded, NamedSharding(self._mesh, self._by_run))
 
     def sharded_like(self, shapes: PyTree) -> PyTree:
@@ -202,10 +207,44 @@ class Trainer:
         )
 
     def fetch(self, runs: PyTree) -> PyTree:
-        """Device arrays [padded, ...] as host arrays [num_runs, ...], in every process."""
+        """Device arrays [padded, ...] as host arrays [num_runs, ...], in every process.
+
+        Typed keys become their numbers. Nothing is shared with the devices, which may go on.
+        """
+        runs = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, runs)
         if jax.process_count() > 1:
             runs = multihost_utils.process_allgather(runs, tiled=True)
-        return jax.tree.map(lambda x: np.asarray(x)[: self.plan.num_runs], runs)
+        return jax.tree.map(lambda x: _host_copy(x)[: self.plan.num_runs], runs)
+
+    def fetch_whole(self, states: PyTree, whole: PyTree) -> PyTree:
+        """States, or a part of them, with the environments of all devices: as they are saved.
+
+        Args:
+            whole: their shapes in `saved_shapes`.
+        """
+        merge = _merge if self.plan.shards > 1 else lambda x, _: x
+        return jax.tree.map(merge, self.fetch(states), whole)
+
+    def put_whole(self, states: PyTree, shapes: PyTree) -> PyTree:
+        """What `fetch_whole` gave, on these devices, which may be others.
+
+        Args:
+            shapes: of the device arrays, from `sharded_like`.
+        """
+
+        def put(x: np.ndarray, shape: jax.ShapeDtypeStruct) -> Array:
+            if self.plan.shards > 1:
+                x = _split(x, self.plan.shards, _numbers(shape).shape[2:])
+            placed = jax.device_put(self._padded(x), shape.sharding)
+            if not _is_key(shape):
+                return placed
+            return jax.jit(jax.random.wrap_key_data)(placed)
+
+        return jax.tree.map(put, states, shapes)
+
+    def _padded(self, x: np.ndarray) -> np.ndarray:
+        """[padded, ...] of [num_runs, ...]: the last one repeated."""
+        return np.concatenate([x, np.repeat(x[-1:], self.plan.padded - self.plan.num_runs, 0)])
 
     def _map(
         self,
@@ -242,6 +281,60 @@ class Trainer:
             check_vma=False,
         )
         return jax.jit(sharded, **jit_options)
+
+
+def saved_shapes(setup: ppo.Setup, hyper: Hyper, num_runs: int) -> TrainState:
+    """Shapes [num_runs, ...] in which states are saved, however they lie on devices.
+
+    Args:
+        setup: with all environments of a run.
+    """
+    shapes = jax.eval_shape(functools.partial(ppo.init, setup), jax.random.key(0), hyper)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((num_runs, *x.shape), x.dtype), _numbers(shapes)
+    )
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(shapes: PyTree) -> PyTree:
+    """The shapes, with those of typed keys as of their numbers."""
+    return jax.tree.map(
+        lambda x: jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x, shapes
+    )
+
+
+def _host_copy(x: Array | np.ndarray) -> np.ndarray:
+    """A copy that leaves the device array free to be donated, which a view would prevent."""
+    if isinstance(x, np.ndarray):
+        return x
+    copy = np.empty(x.shape, x.dtype)
+    for shard in x.addressable_shards:
+        copy[shard.index] = np.asarray(shard.data)
+    return copy
+
+
+def _merge(x: np.ndarray, whole: jax.ShapeDtypeStruct) -> np.ndarray:
+    """[R, ...] with all environments, of [R, D, ...]; what all devices have alike is there once."""
+    if x.shape[2:] == whole.shape[1:]:
+        return x[:, 0]
+    (axis,) = _differing(x.shape[2:], whole.shape[1:])
+    return np.concatenate(list(np.moveaxis(x, 1, 0)), axis + 1)
+
+
+def _split(x: np.ndarray, shards: int, part: tuple[int, ...]) -> np.ndarray:
+    """[R, D, ...] of [R, ...] with all environments, of which a device has `part`."""
+    if x.shape[1:] == part:
+        return np.repeat(x[:, None], shards, 1)
+    (axis,) = _differing(x.shape[1:], part)
+    return np.stack(np.split(x, shards, axis + 1), 1)
+
+
+def _differing(shape: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
+    """The axes in which two shapes differ: the one of the environments."""
+    return [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
 
 
 def _init(setup: ppo.Setup, seed: Array, hyper: Hyper, _: tuple[()]) -> TrainState:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -52,6 +51,7 @@ def test_files_of_a_run(finished):
     names = {path.name for path in finished.iterdir()}
     assert names == {
         "config.yaml", "metrics.csv", "evaluation.csv", "summary.json", "learning_curve.png",
+        "checkpoints", ".lock",
     }  # fmt: skip
     assert (finished / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -216,7 +216,7 @@ def test_memory_decides_the_block(monkeypatch):
 
     whole = planned(2**40)
     assert whole.plan.block == 4
-    footprint = make_footprint(whole.trainer.setup, whole.plan, whole._shapes)
+    footprint = make_footprint(whole.trainer.setup, whole.plan, whole._shapes, copies=1)
     for block in (4, 2, 1):
         size = footprint.total(Plan(8, 1, block))
         training = planned(size)
@@ -242,7 +242,7 @@ def test_an_interrupted_sweep_keeps_what_was_done(tmp_path, monkeypatch, capsys)
         "--total-timesteps", "320", "--sweep", "num_envs=2,4", "--eval-episodes", "2",
         "--run-dir", str(path),
     )  # fmt: skip
-    assert status == 130
+    assert status == 143
     assert "interrupted after 1 iterations" in capsys.readouterr().out
     assert [row["run"] for row in rows(path / "metrics.csv")] == ["0"]
     assert [row["env_steps"] for row in rows(path / "sweep.csv")] == ["32", "0"]
@@ -426,37 +426,6 @@ def test_device_error_is_not_hidden(tmp_path, monkeypatch, capsys):
     path = str(tmp_path / "run")
     assert train("--total-timesteps", "32", "--eval-episodes", "0", "--run-dir", path) == 1
     assert "No space left on device" in capsys.readouterr().err
-
-
-def start(path, *arguments):
-    """A long training in a process of its own, once its first metrics are written."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "purejaxppo.run", *SMALL.split(), "--env", "CartPole-v1",
-         "--total-timesteps", "1e9", "--eval-every", "0", "--eval-episodes", "2",
-         "--metrics-rows", "0", "--run-dir", str(path), *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (path / "metrics.csv").exists() and (path / "metrics.csv").read_text().count("\n") > 3:
-            return process
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError(process.communicate())
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_training_keeps_what_it_has(tmp_path, number):
-    process = start(tmp_path / "run")
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-    assert "interrupted after" in out
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    table = rows(tmp_path / "run" / "metrics.csv")
-    assert summary["interrupted"]
-    assert int(table[-1]["env_steps"]) == summary["env_steps"] > 0
 
 
 def test_python_m_and_one_process_less_cache(tmp_path):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from probes import Poisoned
 
+from purejaxppo import checkpoint
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.train import Plan, Trainer, make_setup, stack_hypers
@@ -37,7 +38,7 @@ def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1):
     env = Poisoned(poison="obs")  # so devices have different numbers of valid steps
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
     plan = Plan(num_runs=num_runs, num_devices=1, block=block, shards=shards)
-    eval_env = Vectorized(env, 8 // shards, pool_size=1)
+    eval_env = Vectorized(env, 8 // shards)
     trainer = Trainer(make_setup(share, env), plan, eval_env)
     hypers = trainer.shard(stack_hypers([hyper] * num_runs))
     states = trainer.init(trainer.shard(np.arange(num_runs, dtype=np.uint32)), hypers, ())
@@ -127,25 +128,40 @@ SWEEP = (
 )
 
 
-def start(run_dir, devices, *arguments):
+def start(devices, *arguments):
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
-    command = [sys.executable, "-c", PROCESS, *SWEEP.split(), "--run-dir", str(run_dir), *arguments]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROCESS, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def start_two(tmp_path, *arguments):
+def start_two(*arguments, run_dirs=None):
     """Processes of two devices each that work together."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     distributed = ["--distributed", "--coordinator", address, "--num-processes", "2", *arguments]
-    return [start(tmp_path / f"of{i}", 2, *distributed, "--process-id", str(i)) for i in range(2)]
+    where = [["--run-dir", path] for path in run_dirs] if run_dirs else [[], []]
+    return [start(2, *distributed, "--process-id", i, *where[i]) for i in range(2)]
+
+
+def finish(*processes):
+    """What each wrote to its standard output."""
+    outputs = []
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        outputs.append(out)
+    return outputs
 
 
 def test_a_signal_to_one_process_stops_both(tmp_path):
-    processes = start_two(tmp_path, "--total-timesteps", "1e8", "--eval-every", "0")
+    long = [*SWEEP.split(), "--total-timesteps", "1e8", "--eval-every", "0"]
+    processes = start_two(*long, run_dirs=[tmp_path / "of0", tmp_path / "of1"])
     metrics = tmp_path / "of0" / "metrics.csv"
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert all(process.poll() is None for process in processes)
@@ -153,22 +169,33 @@ def test_a_signal_to_one_process_stops_both(tmp_path):
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
         _, err = process.communicate(timeout=120)
-        assert process.returncode == 130, err
+        assert process.returncode == 143, err
     assert json.loads((tmp_path / "of0" / "summary.json").read_text())["interrupted"]
 
 
 def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
-    """Six runs on four devices: the same tables, to the last digit, and written once."""
-    processes = start_two(tmp_path)
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
+    """Six runs on four devices: the same tables and checkpoints, to the last bit, written once.
+
+    And the same again when both go on.
+    """
+    pair, single = tmp_path / "of0", tmp_path / "single"
+    processes = start_two(*SWEEP.split(), run_dirs=[pair, tmp_path / "of1"])
+    for process, out in zip(processes, finish(*processes), strict=True):
         assert ("6 runs" in out or "runs         6" in out) == (process is processes[0])
     assert not (tmp_path / "of1").exists()
-    single = start(tmp_path / "single", 4)
-    _, err = single.communicate(timeout=300)
-    assert single.returncode == 0, err
-    for name in ("metrics.csv", "evaluation.csv", "sweep.csv"):
-        assert (tmp_path / "of0" / name).read_text() == (tmp_path / "single" / name).read_text()
-    device = json.loads((tmp_path / "of0" / "summary.json").read_text())["device"]
+    finish(start(4, *SWEEP.split(), "--run-dir", single))
+    assert_same(pair, single)
+    device = json.loads((pair / "summary.json").read_text())["device"]
     assert "cpu" in device
+    more = ["--total-timesteps", "384"]
+    finish(*start_two("--resume", pair, *more))
+    finish(start(4, "--resume", single, *more))
+    assert_same(pair, single)
+
+
+def assert_same(pair, single):
+    for name in ("metrics.csv", "evaluation.csv", "sweep.csv"):
+        assert (pair / name).read_text() == (single / name).read_text()
+    one, other = (checkpoint.load(path / "checkpoints" / "0") for path in (pair, single))
+    chex.assert_trees_all_equal(one.arrays, other.arrays)
+    assert one.iteration == other.iteration

@@ -47,7 +47,8 @@ def play(env, steps, key=0, rollouts=1):
     @jax.jit
     def rollout(state, key):
         state = env.begin_rollout(key, state)
-        return jax.lax.scan(step, state, jax.random.split(key, steps))
+        state, data = jax.lax.scan(step, state, jax.random.split(key, steps))
+        return env.end_rollout(state), data
 
     state, out = env.reset(jax.random.key(key)), []
     for i in range(rollouts):
@@ -119,6 +120,19 @@ def test_pool_entry_is_that_of_the_step_and_the_environment():
         state = after
 
 
+def test_between_rollouts_there_is_no_pool_and_no_episode_begins():
+    """The state that is kept is small; an evaluation steps on and counts first episodes only."""
+    env = Vectorized(Countdown(highest=1000), 4, "pool", 3)
+    state = env.reset(jax.random.key(1))
+    ended = env.end_rollout(env.begin_rollout(jax.random.key(0), state))
+    assert state.pool is None
+    assert ended.pool is None
+    last = state.replace(env=jnp.ones_like(state.env))
+    after, _, episode = env.step(jax.random.split(jax.random.key(0), 4), last, jnp.zeros(4, int))
+    assert np.all(episode.ended)
+    np.testing.assert_array_equal(after.obs[:, 0], 0)
+
+
 def test_a_new_pool_is_drawn_for_every_rollout():
     env = Vectorized(Countdown(highest=1000), 4, "pool", 3)
     state = env.reset(jax.random.key(1))
@@ -134,6 +148,7 @@ def test_state_keeps_its_types(mode):
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
     begun = jax.eval_shape(env.begin_rollout, jax.random.key(0), state)
     stepped = jax.eval_shape(env.step, keys, begun, jnp.zeros(2, jnp.int32))[0]
+    stepped = jax.eval_shape(env.end_rollout, stepped)
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(stepped), strict=True):
         assert (before.shape, before.dtype, before.weak_type) == (
             after.shape, after.dtype, after.weak_type,

@@ -63,6 +63,10 @@ class VectorEnvironment(Described, Protocol):
         """Draws what a rollout needs, such as start states; an evaluation steps without it."""
         ...
 
+    def end_rollout(self, state: Any) -> Any:
+        """Leaves away what only a rollout needs."""
+        ...
+
     def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep, Episode]:
         """One step of each; key [N], action [N, ...]."""
         ...
@@ -82,7 +86,7 @@ class VectorState(struct.PyTreeNode):
     obs: Array  # [N, ...] what to act on next
     score: Array  # [N] float32, of the episode so far
     length: Array  # [N] int32, steps of the episode so far: the clock
-    pool: Starts | None  # where ended episodes start again; None: reset afresh
+    pool: Starts | None  # where ended episodes start again, in a rollout
     pool_index: Array  # [] int32, the pool's entry for the step that comes next
 
 
@@ -93,7 +97,8 @@ class Vectorized:
     Attributes:
         reset_mode: "fresh" resets every environment at every step and keeps what is needed: exact
             and dear. "pool" draws P start states an environment at the start of a rollout; the
-            one that ends at step t continues from entry t % P.
+            one that ends at step t continues from entry t % P. Between rollouts there is no pool,
+            and an environment whose episode has ended is stepped on.
         pool_size: P.
     """
 
@@ -121,12 +126,9 @@ class Vectorized:
     def reset(self, key: Array) -> VectorState:
         """The state at the start of N episodes; consumes key."""
         starts = self._draw(key, (self.num_envs,))
-        pool = None
-        if self.reset_mode == "pool":  # a placeholder: begin_rollout draws it
-            pool = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.pool_size, *x.shape)), starts)
         zeros = jnp.zeros(self.num_envs)
         return VectorState(
-            starts.state, starts.obs, zeros, zeros.astype(jnp.int32), pool, jnp.zeros((), jnp.int32)
+            starts.state, starts.obs, zeros, zeros.astype(jnp.int32), None, jnp.zeros((), jnp.int32)
         )
 
     def begin_rollout(self, key: Array, state: VectorState) -> VectorState:
@@ -135,6 +137,10 @@ class Vectorized:
             return state
         pool = self._draw(key, (self.pool_size, self.num_envs))
         return state.replace(pool=pool, pool_index=jnp.zeros((), jnp.int32))
+
+    def end_rollout(self, state: VectorState) -> VectorState:
+        """The state without the pool."""
+        return state.replace(pool=None)
 
     def step(
         self, key: Array, state: VectorState, action: Array
@@ -149,20 +155,21 @@ class Vectorized:
             action: [N, A...], flat where the action space is a Box.
         """
         action = action.reshape(self.num_envs, *self.action_space.shape)
+        fresh = self.reset_mode == "fresh"
         key_step, key_reset = key, key
-        if state.pool is None:
+        if fresh:
             key_step, key_reset = jnp.moveaxis(jax.vmap(jax.random.split)(key), 1, 0)
         env, raw = jax.vmap(self.env.step)(key_step, state.env, action)
         length = state.length + 1
         timestep = self._checked(raw, length)
         score = state.score + timestep.reward
         ended = timestep.terminated | timestep.truncated
-        episode = Episode(ended, score, length)
-        if state.pool is None:
+        start = Starts(strong_types(env), timestep.obs)
+        if fresh:
             start = Starts(*jax.vmap(self._start)(key_reset))
-        else:
+        elif state.pool is not None:
             start = jax.tree.map(lambda x: x[state.pool_index], state.pool)
-        state = VectorState(
+        after = VectorState(
             env=_select(ended, start.state, env),
             obs=_select(ended, start.obs, timestep.obs),
             score=jnp.where(ended, 0.0, score),
@@ -170,7 +177,7 @@ class Vectorized:
             pool=state.pool,
             pool_index=(state.pool_index + 1) % self.pool_size,
         )
-        return state, timestep, episode
+        return after, timestep, Episode(ended, score, length)
 
     def _start(self, key: Array) -> tuple[PyTree, Array]:
         state, obs = self.env.reset(key)

@@ -93,7 +93,7 @@ def test_contract(name, env_args):
         state = vector.reset(key)
         start = vector.begin_rollout(key, state)
         end, data = jax.lax.scan(step, start, (actions, jax.random.split(key, STEPS)))
-        return state, end, data
+        return state, vector.end_rollout(end), data
 
     start, end, (obs, timestep, episode) = rollout(jax.random.key(1))
     assert jax.tree.structure(start) == jax.tree.structure(end)

@@ -1,0 +1,128 @@
+"""What checkpoints cost: one save of 1 and of 256 runs, and a whole training with and without them.
+
+    python -m benchmarks.checkpoints
+    python -m benchmarks.checkpoints --minutes 1 --pairs 1
+
+Nothing else should be running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from purejaxppo import machine
+from purejaxppo.checkpoint import Writer, flatten
+from purejaxppo.config import RunOptions, load_settings
+from purejaxppo.train import Trainer, make_plan, make_setup, saved_shapes, stack_hypers
+
+RESULTS = Path(__file__).parent / "results"
+ENV = "CartPole-v1"
+SAVES = 7  # the first of which imports Orbax
+
+
+def one_save(num_runs: int) -> dict[str, list[float]]:
+    """Seconds that saves of freshly begun runs block and take, and the bytes they hold."""
+    settings = load_settings(ENV)
+    setup = make_setup(settings.config)
+    trainer = Trainer(setup, make_plan(num_runs))
+    hypers = trainer.shard(stack_hypers([settings.hyper] * num_runs))
+    whole = saved_shapes(setup, settings.hyper, num_runs)
+    measured: dict[str, list[float]] = {"blocking": [], "total": [], "bytes": []}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Writer(Path(directory), settings.run.keep, {}) as writer,
+    ):
+        for i in range(SAVES):
+            seeds = trainer.shard(np.arange(num_runs, dtype=np.uint32))
+            states = jax.block_until_ready(trainer.init(seeds, hypers, ()))
+            started = time.perf_counter()
+            arrays = flatten("state", trainer.fetch_whole(states, whole))
+            writer.save(arrays, {"iteration": i})
+            measured["blocking"].append(time.perf_counter() - started)
+            writer.wait()
+            measured["total"].append(time.perf_counter() - started)
+            measured["bytes"].append(sum(x.nbytes for x in arrays.values()))
+    return {name: values[1:] for name, values in measured.items()}
+
+
+def whole_training(steps: int, *arguments: str) -> float:
+    """Seconds from the first compiled step to the end of the process."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        command = [sys.executable, "-m", "purejaxppo.run", "--env", ENV]
+        command += ["--total-timesteps", str(steps), "--eval-every", "0"]
+        command += ["--run-dir", str(run_dir), *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        summary = json.loads((run_dir / "summary.json").read_text())
+    return summary["wall_seconds"] - summary["compile_seconds"]
+
+
+def main() -> None:
+    """Runs the benchmark and writes `results/checkpoints.md`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of each training")
+    parser.add_argument("--pairs", type=int, default=2, help="of trainings, alternating")
+    given = parser.parse_args()
+    machine.configure(dataclasses.replace(RunOptions(), num_seeds=256), 256)
+    saves = {num_runs: one_save(num_runs) for num_runs in (1, 256)}
+    probe = 2_000_000
+    rate = probe / whole_training(probe, "--keep", "0")
+    steps = int(rate * 60 * given.minutes)
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(given.pairs):
+        times["with"].append(whole_training(steps))
+        times["without"].append(whole_training(steps, "--keep", "0"))
+    text = table(saves, times, steps)
+    (RESULTS / "checkpoints.md").write_text(text)
+    print(text)
+
+
+def table(
+    saves: dict[int, dict[str, list[float]]], times: dict[str, list[float]], steps: int
+) -> str:
+    """The results as Markdown."""
+    lines = [
+        "# What checkpoints cost",
+        "",
+        f"Made by `python -m benchmarks.checkpoints`: {ENV} with its shipped settings, "
+        f"{machine.device_name()}, {platform.machine()}, jax {jax.__version__}. One save, median and "
+        f"range of {SAVES - 1} after the first, which imports Orbax in the background:",
+        "",
+        "| runs | size | training waits | range | until it is on disk | range |",
+        "|---|---|---|---|---|---|",
+    ]
+    for num_runs, measured in saves.items():
+        cells = [f"{np.median(measured['bytes']) / 2**20:.2f} MiB"]
+        for name in ("blocking", "total"):
+            milliseconds = 1000 * np.array(measured[name])
+            cells += [f"{np.median(milliseconds):.1f} ms"]
+            cells += [f"{milliseconds.min():.1f} ... {milliseconds.max():.1f} ms"]
+        lines.append(f"| {num_runs} | {' | '.join(cells)} |")
+    slower = [a / b - 1 for a, b in zip(times["with"], times["without"], strict=True)]
+    lines += [
+        "",
+        f"A training of one run for {steps:,} steps, compilation left out, alternating:",
+        "",
+        "| checkpoints | seconds |",
+        "|---|---|",
+        f"| every 60 s and at the end | {', '.join(f'{x:.1f}' for x in times['with'])} |",
+        f"| none | {', '.join(f'{x:.1f}' for x in times['without'])} |",
+        "",
+        f"Slower by {', '.join(f'{100 * x:.1f}%' for x in slower)}; median {100 * np.median(slower):.1f}%.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Checkpoints of the runs of a program: written by Orbax, and checked by a hash of our own.
+
+A checkpoint is arrays by name and facts as JSON. What is read from one is data, never code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from purejaxppo.config import ConfigError
+from purejaxppo.types import PyTree
+
+# Of what the arrays and facts mean; a reader refuses a higher one.
+FORMAT = 1
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved after an iteration.
+
+    Attributes:
+        arrays: by name, of all runs of the program.
+        facts: what is known beside them, plain JSON.
+    """
+
+    path: Path
+    arrays: Arrays
+    facts: dict[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        """After which it was made."""
+        return self.facts["iteration"]
+
+    def named(self, prefix: str) -> Arrays:
+        """The arrays saved with `flatten(prefix, dictionary)`."""
+        start = prefix + "."
+        return {k.removeprefix(start): x for k, x in self.arrays.items() if k.startswith(start)}
+
+    def tree(self, prefix: str, shapes: PyTree) -> PyTree:
+        """The arrays saved with `flatten(prefix, tree)`, as a tree like `shapes`.
+
+        Raises:
+            ConfigError: they are not of these shapes and types: another configuration's.
+        """
+        leaves = []
+        for name, shape in _named(prefix, shapes):
+            found = self.arrays.get(name)
+            if found is None and shape.size == 0:
+                found = np.zeros(shape.shape, shape.dtype)
+            if found is None or (found.shape, found.dtype) != (shape.shape, shape.dtype):
+                has = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+                raise ConfigError(
+                    f"{self.path}: does not fit config.yaml: {name} should be "
+                    f"{shape.dtype}{list(shape.shape)} and is {has}"
+                )
+            leaves.append(found)
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+class Writer:
+    """Saves the checkpoints of one program, one at a time in the background.
+
+    Args:
+        keep: the latest so many stay.
+        about: facts that all of them share.
+    """
+
+    def __init__(self, directory: Path, keep: int, about: dict[str, Any]) -> None:
+        self._directory, self._keep, self._about = directory.resolve(), keep, about
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+        self._manager: Any = None
+
+    def save(self, arrays: Arrays, facts: dict[str, Any]) -> None:
+        """Begins to save, once the one before is done; the arrays must not change any more.
+
+        Args:
+            facts: with the `iteration`, which must be above all that were saved.
+
+        Raises:
+            OSError: the one before could not be written.
+        """
+        self.wait()
+        self._last = self._thread.submit(self._write, arrays, facts)
+
+    def wait(self) -> None:
+        """Returns when what was saved is on disk.
+
+        Raises:
+            OSError: it could not be written. The checkpoints before it are as they were.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits, and lets go of Orbax."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._manager is not None:
+                self._manager.close()
+
+    def _write(self, arrays: Arrays, facts: dict[str, Any]) -> None:
+        iteration = facts["iteration"]
+        try:
+            ocp = _orbax()
+            if self._manager is None:
+                options = ocp.CheckpointManagerOptions(
+                    create=False,
+                    max_to_keep=self._keep,
+                    cleanup_tmp_directories=True,
+                    enable_async_checkpointing=False,
+                    multiprocessing_options=_alone(ocp),
+                )
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._manager = ocp.CheckpointManager(self._directory, options=options)
+            facts = {**self._about, **facts, "format": FORMAT}
+            facts["sha256"] = _hash(arrays, facts)
+            arguments = ocp.args.Composite(
+                arrays=ocp.args.PyTreeSave({k: v for k, v in arrays.items() if v.size}),
+                facts=ocp.args.JsonSave(facts),
+            )
+            if not self._manager.save(iteration, args=arguments):
+                raise OSError("there is a later one")
+        except Exception as error:  # of any library below Orbax
+            for part in self._directory.glob(f"{iteration}.*tmp*"):
+                shutil.rmtree(part, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            line = " ".join(str(reason).split())
+            raise OSError(
+                f"{self._directory}: the checkpoint of iteration {iteration} could not be "
+                f"written: {line[:200]}"
+            ) from error
+
+
+def iterations(directory: Path) -> list[int]:
+    """Of the checkpoints in a directory that were finished, the latest first."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((int(path.name) for path in found if path.name.isdecimal()), reverse=True)
+
+
+def load(directory: Path) -> Checkpoint | None:
+    """The latest checkpoint in a directory; None where there is none.
+
+    Raises:
+        ConfigError: it is damaged, or of a newer format.
+    """
+    found = iterations(directory)
+    if not found:
+        return None
+    try:
+        return read(directory / str(found[0]))
+    except ConfigError as error:
+        good = next(_good(directory, found[1:]), None)
+        if good is None:
+            raise ConfigError(f"{error}; there is no other that is whole") from None
+        raise ConfigError(
+            f"{error}; the one of iteration {good} is whole: remove {directory / str(found[0])} "
+            f"{'and those between ' * (good != found[1])}to go on from there"
+        ) from None
+
+
+def read(path: Path) -> Checkpoint:
+    """A checkpoint, with its hash checked.
+
+    Raises:
+        ConfigError: it is damaged, or of a newer format.
+    """
+    ocp = _orbax()
+    path = path.resolve()
+    try:
+        options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=_alone(ocp))
+        with ocp.CheckpointManager(path.parent, options=options) as manager:
+            wanted = ocp.args.Composite(
+                arrays=ocp.args.PyTreeRestore(), facts=ocp.args.JsonRestore()
+            )
+            saved = manager.restore(int(path.name), args=wanted)
+        arrays = {name: np.array(array) for name, array in saved.arrays.items()}
+        facts = dict(saved.facts)
+        newer = facts["format"] > FORMAT
+        whole = facts.pop("sha256") == _hash(arrays, facts)
+    except Exception as error:  # whatever the libraries make of bytes that are not theirs
+        line = " ".join(str(error).split())
+        raise ConfigError(f"{path}: damaged: {line[:200]}") from None
+    if newer:
+        raise ConfigError(
+            f"{path}: of format {facts['format']}, and this version of purejaxppo knows {FORMAT}"
+        )
+    if not whole:
+        raise ConfigError(f"{path}: damaged: its contents do not have the hash they had")
+    return Checkpoint(path, arrays, facts)
+
+
+class Best:
+    """Of each of R runs, the policy with the highest evaluation.
+
+    Until one is evaluated its latest policy is kept, so a run that diverges has one that works.
+
+    Attributes:
+        policy: parameters and observation statistics, host arrays [R, ...].
+        score: [R] minus infinity where there was no evaluation.
+        iteration: [R] after which it was like this, -1 where there is none yet.
+    """
+
+    def __init__(self, shapes: PyTree, num_runs: int) -> None:
+        self.policy = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        self.score = np.full(num_runs, -np.inf)
+        self.iteration = np.full(num_runs, -1)
+
+    def update(self, policy: PyTree, iteration: int, score: np.ndarray | None = None) -> None:
+        """Takes what is better: by its score [R], or, without, where there was no evaluation."""
+        better = self.score == -np.inf if score is None else score > self.score
+        better &= finite(policy["params"])
+        old, new = jax.tree.leaves(self.policy), jax.tree.leaves(policy)
+        for mine, theirs in zip(old, new, strict=True):
+            mine[better] = theirs[better]
+        self.iteration[better] = iteration
+        if score is not None:
+            self.score[better] = score[better]
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """As it is saved."""
+        return {**self.policy, "score": self.score, "iteration": self.iteration}
+
+
+def finite(params: PyTree) -> np.ndarray:
+    """[R] whether all parameters [R, ...] of a run are numbers."""
+    leaves = [np.isfinite(x).reshape(len(x), -1).all(1) for x in jax.tree.leaves(params)]
+    return np.logical_and.reduce(leaves)
+
+
+def flatten(prefix: str, tree: PyTree) -> Arrays:
+    """Host arrays by their path in a tree; empty ones are left out."""
+    return {name: leaf for name, leaf in _named(prefix, tree) if leaf.size}
+
+
+def _named(prefix: str, tree: PyTree) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        yield prefix + "." + jax.tree_util.keystr(path, simple=True, separator="."), leaf
+
+
+def _good(directory: Path, candidates: list[int]) -> Iterator[int]:
+    """Those that can be read."""
+    for iteration in candidates:
+        try:
+            read(directory / str(iteration))
+        except ConfigError:
+            continue
+        yield iteration
+
+
+def _hash(arrays: Arrays, facts: dict[str, Any]) -> str:
+    """Of names, types, shapes and contents."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        if array.size:
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _orbax() -> Any:
+    """Orbax, which takes most of a second to import, without its remarks: we tell what fails."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    hook = sys.unraisablehook
+
+    def quiet(told: Any) -> None:  # of writes that go on in the background after one has failed
+        if str(told.exc_value) != "Event loop is closed":
+            hook(told)
+
+    sys.unraisablehook = quiet
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
+def _alone(ocp: Any) -> Any:
+    """Only this process reads or writes, however many train."""
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    here = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process{here}"
+    )

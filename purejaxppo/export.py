@@ -1,0 +1,156 @@
+"""A policy to take away, in formats that need nothing of this package to run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from purejaxppo import machine, numpy_policy
+from purejaxppo.config import ConfigError
+from purejaxppo.policy import Policy, act
+from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
+
+Arrays = dict[str, np.ndarray]
+
+
+def export(policy: Policy, directory: Path) -> list[Path]:
+    """Writes the deterministic policy, with its normaliser and the bounds of its actions inside.
+
+    All take observations [b, *observation_space.shape] of any batch size b, of the space's dtype
+    (int32 for a Discrete one), and give actions [b, *action_space.shape]:
+
+    - `policy.stablehlo`: for `jax.export.deserialize(...).call(obs)` on CPU, CUDA and TPU.
+    - `policy.onnx`: input `obs`, output `action`; only where the extra `onnx` is installed.
+    - `policy.npz` and `policy.py`: arrays, and the few lines of numpy that act with them.
+    - `policy.json`: what it is a policy for, and where it comes from.
+
+    Returns:
+        The files written, all or none of them.
+
+    Raises:
+        ConfigError: the directory is in use, or cannot be made.
+        OSError: a file cannot be written.
+    """
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ConfigError(f"--output {directory}: in use; give another, or remove it first")
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {directory}: {error.strerror}") from None
+    arrays, npz = make_arrays(policy), io.BytesIO()
+    np.savez(npz, **arrays)  # type: ignore[arg-type]
+    files = {
+        "policy.stablehlo": make_stablehlo(policy),
+        "policy.npz": npz.getvalue(),
+        "policy.py": Path(numpy_policy.__file__).read_bytes(),
+        "policy.json": (json.dumps(make_facts(policy), indent=2) + "\n").encode(),
+    }
+    with contextlib.suppress(ImportError):  # the extra is not installed
+        from purejaxppo.onnx_policy import make_onnx
+
+        files["policy.onnx"] = make_onnx(arrays, _input_dtype(policy))
+    return _write(directory, files)
+
+
+def make_stablehlo(policy: Policy) -> bytes:
+    """`act` as serialised StableHLO."""
+    shape = ", ".join(["b", *map(str, policy.agent.observation_space.shape)])
+    obs = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), _input_dtype(policy))
+    program = jax.jit(functools.partial(act, policy.agent, policy.params, policy.obs_stats))
+    # Else the paths of all source files that led there would be in the program.
+    option = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, option)
+    jax.config.update(option, 0)
+    try:
+        exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(obs)
+    finally:
+        jax.config.update(option, before)
+    return bytes(exported.serialize())
+
+
+def make_arrays(policy: Policy) -> Arrays:
+    """The way from observation to action, and nothing of the value's; see `numpy_policy`."""
+    agent, params = policy.agent, jax.device_get(policy.params)
+    named: dict[str, Any] = {
+        "activation": agent.network.activation,
+        "observation_shape": np.array(agent.observation_space.shape, int),
+        "action_shape": np.array(agent.action_space.shape, int),
+    }
+    if isinstance(agent.observation_space, Discrete):
+        named["num_observations"] = agent.observation_space.n
+    if policy.obs_stats is not None:
+        mean, var = jax.device_get((policy.obs_stats.mean, policy.obs_stats.var))
+        std, clip = np.sqrt(var + np.float32(1e-8)), np.float32(10.0)
+        named |= {"obs_mean": mean, "obs_std": std, "obs_clip": clip}
+    torsos = [params[part] for part in ("torso", "policy") if part in params]
+    layers = [torso[f"Dense_{i}"] for torso in torsos for i in range(len(torso))]
+    layers.append(params["policy_head"])
+    for i, layer in enumerate(layers):
+        named |= {f"kernel_{i}": layer["kernel"], f"bias_{i}": layer["bias"]}
+    named |= {"num_layers": len(layers)} | _head(agent.action_space, agent.squash)
+    return {name: np.asarray(value) for name, value in named.items()}
+
+
+def _head(space: Space, squash: bool) -> dict[str, Any]:
+    """What makes an action of the network's output."""
+    match space:
+        case Discrete(n):
+            return {"nvec": [n]}
+        case MultiDiscrete(nvec):
+            return {"nvec": nvec}
+        case Box():
+            low, high = (bound.ravel() for bound in space.bounds)
+            bounded = np.isfinite(low) & np.isfinite(high)
+            left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)
+            center, scale = (left + right) / 2, (right - left) / 2
+            return {"squash": squash, "center": center, "scale": scale, "low": low, "high": high}
+
+
+def make_facts(policy: Policy) -> dict[str, Any]:
+    """What it is a policy for, and where it comes from, as plain JSON; null is no bound."""
+    return {
+        "env": policy.config.env,
+        "env_args": policy.config.env_options,
+        "observation_space": _facts_of(policy.agent.observation_space),
+        "action_space": _facts_of(policy.agent.action_space),
+        "run": policy.run.number,
+        "seed": policy.run.seed,
+        "swept": policy.run.setting.swept,
+        "iteration": policy.iteration,
+        "versions": machine.versions(),
+    }
+
+
+def _facts_of(space: Space) -> dict[str, Any]:
+    facts = {"type": type(space).__name__, **dataclasses.asdict(space)}
+    for bound in {"low", "high"} & facts.keys():
+        numbers = np.asarray(facts[bound], object)
+        numbers[np.abs(numbers) == np.inf] = None
+        facts[bound] = numbers.tolist()
+    return facts
+
+
+def _input_dtype(policy: Policy) -> np.dtype:
+    """Of observations, as JAX has it: float32 for float64."""
+    space = policy.agent.observation_space
+    return jax.dtypes.canonicalize_dtype(space.dtype if isinstance(space, Box) else np.int32)
+
+
+def _write(directory: Path, files: dict[str, bytes]) -> list[Path]:
+    parts = [directory / f"{name}.part" for name in files]
+    try:
+        for part, data in zip(parts, files.values(), strict=True):
+            part.write_bytes(data)
+        return [part.replace(part.with_suffix("")) for part in parts]
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)

@@ -1,0 +1,55 @@
+"""A policy trained with PureJaxPPO, in numpy alone: `Policy("policy.npz")(obs)` is an action.
+
+`purejaxppo export` puts a copy of this file beside the arrays it reads. It needs nothing else.
+"""
+
+import numpy as np
+
+ACTIVATIONS = {
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "swish": lambda x: x * (0.5 + 0.5 * np.tanh(0.5 * x)),  # x * sigmoid(x), never overflowing
+    "gelu": lambda x: x * (0.5 + 0.5 * np.tanh(0.7978845608 * (x + 0.044715 * x * x * x))),
+    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+}
+
+
+class Policy:
+    """Observations to the most likely actions."""
+
+    def __init__(self, path):
+        with np.load(path, allow_pickle=False) as file:
+            self.arrays = dict(file)
+        self.activation = ACTIVATIONS[str(self.arrays["activation"])]
+
+    def __call__(self, obs):
+        """Actions [..., *action_shape] for obs [..., *observation_shape], as the environment has it."""
+        arrays, obs = self.arrays, np.asarray(obs)
+        batch = obs.shape[: obs.ndim - len(arrays["observation_shape"])]
+        x = self._features(obs).reshape(*batch, len(arrays["kernel_0"]))
+        last = int(arrays["num_layers"]) - 1
+        for i in range(last):
+            x = self.activation(x @ arrays[f"kernel_{i}"] + arrays[f"bias_{i}"])
+        output = x @ arrays[f"kernel_{last}"] + arrays[f"bias_{last}"]
+        return self._action(output).reshape(batch + tuple(arrays["action_shape"]))
+
+    def _features(self, obs):
+        """What the network sees: a Discrete observation one-hot, any other normalised."""
+        arrays = self.arrays
+        if "num_observations" in arrays:
+            return (obs[..., None] == np.arange(arrays["num_observations"])).astype(np.float32)
+        obs = obs.astype(np.float32)
+        if "obs_mean" in arrays:
+            obs = (obs - arrays["obs_mean"]) / arrays["obs_std"]
+            obs = np.clip(obs, -arrays["obs_clip"], arrays["obs_clip"])
+        return obs
+
+    def _action(self, output):
+        """Of the network's output [..., O]: logits of every choice, or the mean of a Gaussian."""
+        arrays = self.arrays
+        if "nvec" in arrays:  # that many choices each
+            choices = np.split(output, np.cumsum(arrays["nvec"])[:-1], axis=-1)
+            return np.stack([logits.argmax(-1) for logits in choices], -1).astype(np.int32)
+        if arrays["squash"]:
+            output = np.tanh(output)
+        return np.clip(arrays["center"] + arrays["scale"] * output, arrays["low"], arrays["high"])

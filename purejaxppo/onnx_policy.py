@@ -1,0 +1,104 @@
+"""The arrays that `numpy_policy` reads as an ONNX model.
+
+Built by hand: an MLP is a dozen nodes. jax2onnx converts any program, but asks for an Orbax older than
+ours (below 0.11.37) and for some twenty packages more, a web server among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx  # pyright: ignore[reportMissingImports]
+from onnx import TensorProto, helper, numpy_helper  # pyright: ignore[reportMissingImports]
+
+# The first with every operation used here, so that older runtimes read it too.
+_OPSET = 20
+
+Arrays = dict[str, np.ndarray]
+
+
+class _Graph:
+    """Nodes of a graph, and the constants they take."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+
+    def __call__(self, operation: str, *inputs: Any, **attributes: Any) -> str:
+        """The name of what a new node gives; its inputs are such names, or arrays."""
+        names = [each if isinstance(each, str) else self._constant(each) for each in inputs]
+        output = f"{operation}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operation, names, [output], **attributes))
+        return output
+
+    def _constant(self, value: Any) -> str:
+        name = f"constant_{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+
+def make_onnx(arrays: Arrays, dtype: np.dtype) -> bytes:
+    """A model from `obs` [b, ...] of this dtype to `action` [b, ...]."""
+    add, last = _Graph(), int(arrays["num_layers"]) - 1
+    x = _features(add, arrays)
+    for i in range(last):
+        x = _activation(add, str(arrays["activation"]), _dense(add, arrays, i, x))
+    action = _action(add, arrays, _dense(add, arrays, last, x))
+    add("Reshape", action, [-1, *arrays["action_shape"]])
+    add.nodes[-1].output[:] = ["action"]
+
+    def value(name: str, dtype: np.dtype, shape: np.ndarray) -> onnx.ValueInfoProto:
+        kind = helper.np_dtype_to_tensor_dtype(dtype)
+        return helper.make_tensor_value_info(name, kind, ["b", *shape.tolist()])
+
+    obs = value("obs", dtype, arrays["observation_shape"])
+    kind = np.dtype(np.int32 if "nvec" in arrays else np.float32)
+    actions = value("action", kind, arrays["action_shape"])
+    graph = helper.make_graph(add.nodes, "policy", [obs], [actions], add.constants)
+    opset = helper.make_opsetid("", _OPSET)
+    model = helper.make_model_gen_version(graph, opset_imports=[opset], producer_name="purejaxppo")
+    onnx.checker.check_model(model, full_check=True)
+    return model.SerializeToString()
+
+
+def _features(add: _Graph, arrays: Arrays) -> str:
+    """[b, F] one-hot of a Discrete observation, else normalised and flattened."""
+    if "num_observations" in arrays:
+        choices = np.arange(int(arrays["num_observations"]), dtype=np.int32)
+        return add(
+            "Cast", add("Equal", add("Unsqueeze", "obs", [1]), choices), to=TensorProto.FLOAT
+        )
+    obs = add("Cast", "obs", to=TensorProto.FLOAT)
+    if "obs_mean" in arrays:
+        obs = add("Div", add("Sub", obs, arrays["obs_mean"]), arrays["obs_std"])
+        obs = add("Clip", obs, -arrays["obs_clip"], arrays["obs_clip"])
+    return add("Flatten", obs)
+
+
+def _dense(add: _Graph, arrays: Arrays, i: int, x: str) -> str:
+    return add("Gemm", x, arrays[f"kernel_{i}"], arrays[f"bias_{i}"])
+
+
+def _activation(add: _Graph, name: str, x: str) -> str:
+    match name:
+        case "swish":
+            return add("Mul", x, add("Sigmoid", x))
+        case "gelu":
+            return add("Gelu", x, approximate="tanh")
+        case _:  # ONNX has tanh, relu and elu by these names
+            return add(name.capitalize(), x)
+
+
+def _action(add: _Graph, arrays: Arrays, output: str) -> str:
+    """[b, A] of [b, O] logits of every choice, or the mean of a Gaussian."""
+    if "nvec" in arrays:
+        ends = np.cumsum(arrays["nvec"])
+        parts = zip(ends - arrays["nvec"], ends, strict=True)
+        logits = [add("Slice", output, [start], [end], [1]) for start, end in parts]
+        chosen = add("Concat", *[add("ArgMax", part, axis=1) for part in logits], axis=1)
+        return add("Cast", chosen, to=TensorProto.INT32)
+    if arrays["squash"]:
+        output = add("Tanh", output)
+    action = add("Add", add("Mul", output, arrays["scale"]), arrays["center"])
+    return add("Min", add("Max", action, arrays["low"]), arrays["high"])

@@ -1,0 +1,143 @@
+"""A trained policy: parameters, statistics and configuration, always together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from purejaxppo import envs
+from purejaxppo.agent import Agent
+from purejaxppo.checkpoint import finite
+from purejaxppo.config import Config, ConfigError
+from purejaxppo.distributions import draw_noise
+from purejaxppo.envs.base import Environment, Vectorized
+from purejaxppo.evaluate import evaluate
+from purejaxppo.rundir import RunDirectory
+from purejaxppo.stats import Moments
+from purejaxppo.sweep import Run
+from purejaxppo.train import make_setup, saved_shapes
+from purejaxppo.types import Episode, PyTree
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a run has learned, as a function from observations to actions.
+
+    Attributes:
+        run: which of the run directory.
+        params: without a leading axis.
+        obs_stats: what observations are normalised with, None where they are not.
+        iteration: after which it was like this.
+    """
+
+    run: Run
+    env: Environment
+    agent: Agent
+    params: PyTree
+    obs_stats: Moments | None
+    iteration: int
+
+    @property
+    def config(self) -> Config:
+        return self.run.setting.config
+
+    def __call__(self, obs: np.ndarray | Array, key: Array | None = None) -> np.ndarray:
+        """Actions as the environment takes them.
+
+        Args:
+            obs: [..., *observation_space.shape], as the environment gives it.
+            key: to sample with; without one, the most likely action.
+
+        Returns:
+            [..., *action_space.shape]
+
+        Raises:
+            ValueError: observations of another shape.
+        """
+        shape, obs = self.agent.observation_space.shape, np.asarray(obs)
+        batch = obs.shape[: obs.ndim - len(shape)]
+        if obs.shape != batch + shape:
+            raise ValueError(f"observations {list(obs.shape)} do not end in {list(shape)}")
+        flat = obs.reshape(-1, *shape)
+        action = _jitted(self.agent, self.params, self.obs_stats, flat, key)
+        return np.asarray(action).reshape((*batch, *self.agent.action_space.shape))
+
+
+def act(
+    agent: Agent, params: PyTree, obs_stats: Moments | None, obs: Array, key: Array | None = None
+) -> Array:
+    """[B, *action_space.shape] actions for observations [B, ...], sampled where key is given."""
+    size = obs.shape[0]
+    output = agent.apply(params, obs_stats, obs, agent.init_carry(size), jnp.ones(size, bool))
+    if key is None:
+        action = output.policy.mode()
+    else:
+        action = output.policy.sample(draw_noise(key, agent.action_space, (size,)))
+    return output.policy.to_env(action).reshape(size, *agent.action_space.shape)
+
+
+_jitted = jax.jit(act, static_argnums=0)
+
+
+def load_policy(
+    run_dir: str | Path, run: int | None = None, best: bool = False, env: str | None = None
+) -> Policy:
+    """The policy of a run directory.
+
+    Args:
+        run: its number, in a sweep.
+        best: parameters with the best evaluation, not the latest; without `run`, the best run's.
+        env: repeats `my_module:MyEnv`, as whose code it may run; not needed for other environments.
+
+    Raises:
+        ConfigError: not a run directory, no such run, no checkpoint, or a damaged one.
+    """
+    directory = RunDirectory.open(run_dir, env)
+    return next(load_policies(directory, [directory.choose(run, best)], best))
+
+
+def load_policies(directory: RunDirectory, numbers: list[int], best: bool) -> Iterator[Policy]:
+    """The policies of runs by their numbers, in the order of their programs.
+
+    Raises:
+        ConfigError: a run diverged, or as `load_policy`.
+    """
+    for program, runs in enumerate(directory.programs):
+        places = [place for place, run in enumerate(runs) if run.number in numbers]
+        if not places:
+            continue
+        found, config = directory.latest(program), runs[0].setting.config
+        env = envs.make(config.env, config.env_options)
+        setup = make_setup(config, env)
+        shapes = saved_shapes(setup, runs[0].setting.hyper, len(runs))
+        wanted = {name: getattr(shapes, name) for name in ("params", "obs_stats")}
+        saved = found.tree("best" if best else "state", wanted)
+        iterations = found.arrays["best.iteration"] if best else [found.iteration] * len(runs)
+        good = finite(saved["params"])
+        for place in places:
+            run, iteration = runs[place], int(iterations[place])
+            if iteration < 0 or not good[place]:
+                help = "" if best else "; --best has the last parameters that were good, if any"
+                raise ConfigError(f"{directory.path}: {run.name} diverged{help}")
+            own = jax.tree.map(lambda x, i=place: x[i], saved)
+            yield Policy(run, env, setup.agent, own["params"], own["obs_stats"], iteration)
+
+
+def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) -> Episode:
+    """Host arrays [E] of whole episodes, always the same for a seed.
+
+    `ended` is False for one without a time limit that was given up.
+    """
+    env = Vectorized(policy.env, episodes)
+    key = jax.random.key(seed)
+    played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, not sampled)
+    return jax.tree.map(np.asarray, played)
+
+
+_evaluate = jax.jit(evaluate, static_argnums=(0, 1, 5))
