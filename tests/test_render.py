@@ -12,7 +12,7 @@ import pytest
 from flax import struct
 from PIL import Image, ImageColor
 
-from purejaxppo import envs, render
+from purejaxppo import envs, render, sketches
 from purejaxppo.config import Config, ConfigError, Hyper
 from purejaxppo.policy import Policy, play
 from purejaxppo.spaces import Box, Discrete
@@ -21,9 +21,9 @@ from purejaxppo.train import make_setup
 from purejaxppo.types import TimeStep
 
 BAR = 24  # pixels of the caption
-DRAWN = [name for name in envs.list_environments() if name in render._SKETCHES]
+DRAWN = [name for name in envs.list_environments() if name in sketches.SKETCHES]
 REFUSED = [
-    name for name in envs.list_environments() if "/" not in name and name not in render._SKETCHES
+    name for name in envs.list_environments() if "/" not in name and name not in sketches.SKETCHES
 ]
 
 
@@ -72,12 +72,12 @@ def test_what_cannot_be_drawn_is_refused_by_name(name):
 
 
 def test_every_gymnax_environment_is_drawn_or_refused():
-    assert len(DRAWN) == len(render._SKETCHES) == 19
+    assert len(DRAWN) == len(sketches.SKETCHES) == 19
     assert len(REFUSED) == 7
 
 
 def draw(name, seen, **env_args):
-    return render._sketch(envs.make(name, env_args), name).draw(seen)
+    return sketches.sketch_of(envs.make(name, env_args), name).draw(seen)
 
 
 def test_cart_moves_to_the_right_and_its_pole_leans_with_it():
@@ -85,8 +85,8 @@ def test_cart_moves_to_the_right_and_its_pole_leans_with_it():
     images = [
         draw("CartPole-v1", SimpleNamespace(x=x, theta=a)) for x, a in zip(xs, angles, strict=True)
     ]
-    carts = [middle_of(image, render._INK)[1] for image in images]
-    poles = [middle_of(image, render._GOLD)[1] for image in images]
+    carts = [middle_of(image, sketches.INK)[1] for image in images]
+    poles = [middle_of(image, sketches.GOLD)[1] for image in images]
     scale = images[0].width / (2 * 2.4 + 0.6)  # pixels a metre
     np.testing.assert_allclose(carts, [images[0].width / 2 + scale * x for x in xs], atol=2)
     offset = np.subtract(poles, carts)
@@ -97,10 +97,10 @@ def test_pendulum_and_acrobot_hang_where_their_angles_say():
     height = draw("Pendulum-v1", SimpleNamespace(theta=0.0, last_u=0.0)).height
     for theta, side in ((0.0, -1), (math.pi, 1)):  # 0 is upright
         image = draw("Pendulum-v1", SimpleNamespace(theta=theta, last_u=0.0))
-        assert side * (middle_of(image, render._RED)[0] - height / 2) > 0.15 * height
+        assert side * (middle_of(image, sketches.RED)[0] - height / 2) > 0.15 * height
     for angle, side in ((0.0, 1), (math.pi, -1)):  # 0 hangs down
         image = draw("Acrobot-v1", SimpleNamespace(joint_angle1=angle, joint_angle2=0.0))
-        assert side * (middle_of(image, render._SKY)[0] - image.height / 2) > 0.15 * image.height
+        assert side * (middle_of(image, sketches.SKY)[0] - image.height / 2) > 0.15 * image.height
 
 
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (2, 7), (9, 9)])
@@ -109,24 +109,24 @@ def test_a_channel_of_minatar_is_a_cell_of_its_colour(row, column):
     obs[row, column, 3] = 1  # a brick
     image = draw("Breakout-MinAtar", obs)
     cell = image.width / 10
-    middle = middle_of(image, render._RED)
+    middle = middle_of(image, sketches.RED)
     np.testing.assert_allclose(middle, (cell * (row + 0.5), cell * (column + 0.5)), atol=1)
     obs[row, column, 1] = 1  # and the ball on it
     image = draw("Breakout-MinAtar", obs)
-    np.testing.assert_allclose(middle_of(image, render._GOLD), middle, atol=1)
-    assert middle_of(image, render._RED) is None
+    np.testing.assert_allclose(middle_of(image, sketches.GOLD), middle, atol=1)
+    assert middle_of(image, sketches.RED) is None
 
 
 def test_grids_have_rows_downwards():
     state = SimpleNamespace(pos=np.array([1, 3]), goal=np.array([11, 2]))
     image = draw("FourRooms-misc", state)
     cell = image.width / 13
-    for colour, (row, column) in ((render._RED, (1, 3)), (render._GREEN, (11, 2))):
+    for colour, (row, column) in ((sketches.RED, (1, 3)), (sketches.GREEN, (11, 2))):
         place = (cell * (row + 0.5), cell * (column + 0.5))
         np.testing.assert_allclose(middle_of(image, colour), place, atol=1)
     image = draw("FrozenLake-misc", SimpleNamespace(position=np.array(9)), map_name="8x8")
     cell = image.width / 8
-    np.testing.assert_allclose(middle_of(image, render._RED), (1.5 * cell, 1.5 * cell), atol=1)
+    np.testing.assert_allclose(middle_of(image, sketches.RED), (1.5 * cell, 1.5 * cell), atol=1)
 
 
 def test_film_has_every_episode_at_the_pace_of_the_environment(tmp_path):
@@ -199,7 +199,7 @@ def test_an_environment_of_gymnax_style_may_too():
         def render(self, state, shade=7):
             return np.full((30, 40, 3), shade, np.uint8)
 
-    image = render._sketch(envs._build("mine", Plain, {}), "mine").draw(None)
+    image = sketches.sketch_of(envs._build("mine", Plain, {}), "mine").draw(None)
     assert image.getcolors() == [(image.width * image.height, (7, 7, 7))]
 
 
@@ -322,7 +322,7 @@ def place_bodies(*places):
 
 def test_quaternion_turns_anticlockwise():
     quarter = np.array([math.sqrt(0.5), 0, 0, math.sqrt(0.5)])  # about z
-    turned = render._rotated(np.array([[1.0, 0, 2], [0, 1, 0]]), quarter)
+    turned = sketches._rotated(np.array([[1.0, 0, 2], [0, 1, 0]]), quarter)
     np.testing.assert_allclose(turned, [[0, 1, 2], [-1, 0, 0]], atol=1e-12)
 
 
@@ -330,9 +330,9 @@ def test_bodies_are_where_they_are_in_the_world():
     import mujoco
 
     model = mujoco.MjModel.from_xml_string(BALL.format(joint='<joint axis="0 1 0"/>'))
-    bodies = render.Bodies(model)
+    bodies = sketches.Bodies(model)
     start, right, up = (
-        middle_of(bodies.draw(place_bodies(place)), render._BLUE)
+        middle_of(bodies.draw(place_bodies(place)), sketches.BLUE)
         for place in ((0, 0, 1), (0.5, 0, 1), (0, 0, 1.5))
     )
     assert right[1] - start[1] > 20
@@ -344,17 +344,17 @@ def test_camera_goes_along_with_a_body_that_is_free():
     import mujoco
 
     model = mujoco.MjModel.from_xml_string(BALL.format(joint="<freejoint/>"))
-    bodies = render.Bodies(model)
+    bodies = sketches.Bodies(model)
     images = [bodies.draw(place_bodies((x, 0, 1))) for x in (0, 1)]
-    body = [middle_of(image, render._BLUE) for image in images]
-    ball = [middle_of(image, render._GREY) for image in images]
+    body = [middle_of(image, sketches.BLUE) for image in images]
+    ball = [middle_of(image, sketches.GREY) for image in images]
     np.testing.assert_allclose(body[0], body[1], atol=2)
     assert ball[0][1] - ball[1][1] > 20
 
 
 def test_bodies_of_playground_are_where_mujoco_has_them():
     data = SimpleNamespace(xpos=jnp.ones((2, 5, 3)), xquat=jnp.zeros((2, 5, 4)))
-    poses = render._poses(SimpleNamespace(env=SimpleNamespace(data=data)))
+    poses = sketches._poses(SimpleNamespace(env=SimpleNamespace(data=data)))
     np.testing.assert_array_equal(poses, np.broadcast_to([1, 1, 1, 0, 0, 0, 0], (2, 5, 7)))
 
 
@@ -363,8 +363,10 @@ def test_bodies_of_playground_are_where_mujoco_has_them():
 def test_every_brax_environment_is_in_the_picture(name):
     env = envs.make(name)
     state, _ = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 1))
-    image = render._sketch(env, name).draw(np.asarray(render._poses(SimpleNamespace(env=state)))[0])
-    row, column = middle_of(image, render._BLUE)
+    image = sketches.sketch_of(env, name).draw(
+        np.asarray(sketches._poses(SimpleNamespace(env=state)))[0]
+    )
+    row, column = middle_of(image, sketches.BLUE)
     assert 0.1 < row / image.height < 0.9
     assert 0.1 < column / image.width < 0.9
 
@@ -374,6 +376,6 @@ def test_physics_is_drawn(tmp_path):
     (score,) = render.render(policy, tmp_path / "film.gif", episodes=1, sampled=True)
     pictures, shown = read(tmp_path / "film.gif")
     assert len(pictures) == score / 2 + 1  # 50 steps a second
-    poles = [middle_of(picture, render._SKY)[1] for picture in pictures]
+    poles = [middle_of(picture, sketches.SKY)[1] for picture in pictures]
     assert len(set(poles)) > 2
     assert shown[0] == 40
