@@ -57,10 +57,11 @@ def one_core(command: list[str]) -> list[str]:
 
 def startup(directory: Path, peer: str, repeats: int) -> dict[str, list[float]]:
     """Seconds of trainings of one iteration: ours without and with a filled cache, rejax's."""
-    seconds: dict[str, list[float]] = {"cold": [], "warm": [], "rejax": []}
+    seconds: dict[str, list[float]] = {"cold": [], "warm": [], "no checkpoint": [], "rejax": []}
     runs: dict[str, Callable[[], float]] = {
         "cold": lambda: ours(directory, 64, 1)["seconds"],
         "warm": lambda: ours(directory, 64, 1)["seconds"],
+        "no checkpoint": lambda: ours(directory, 64, 1, "--keep", "0")["seconds"],
         "rejax": lambda: timed([peer, PEER, "64", "1", "1"]),
     }
     for _ in range(repeats):
@@ -116,6 +117,7 @@ def main() -> None:
         "|---|---|---|---|",
         row("empty compilation cache", seconds["cold"], seconds["rejax"], "{:.1f} s"),
         row("the same command again", seconds["warm"], seconds["rejax"], "{:.1f} s"),
+        row("... without a checkpoint", seconds["no checkpoint"], seconds["rejax"], "{:.1f} s"),
         row("rejax", seconds["rejax"], seconds["rejax"], "{:.1f} s"),
         "",
         "Steps per second, compilation left out:",

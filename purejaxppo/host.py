@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import os
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,7 +46,6 @@ def train(settings: Settings) -> int:
 
 def _train(settings: Settings) -> int:
     started = time.monotonic()
-    sys.path.insert(0, os.getcwd())  # for --env my_module:MyEnv, with the console script too
     groups = programs(make_runs(make_settings_of(settings), settings.run))
     runs = sorted((run for group in groups for run in group), key=lambda run: run.number)
     machine.configure(settings.run, len(runs))
@@ -62,6 +59,8 @@ def _train(settings: Settings) -> int:
         ]
         directory = _begin(_with_block(settings, trainings), held)
         display.header(_header(directory, trainings, checkpoints))
+        if all(training.iteration == training.config.iterations for training in trainings):
+            display.say("nothing left to train: --total-timesteps goes further")
         try:
             facts, signal = _run(trainings, directory, checkpoints, display)
             facts["wall_seconds"] = time.monotonic() - started
@@ -91,11 +90,10 @@ def _run(
     }
     swept = trainings[0].runs[0].setting.swept
     keep = directory.settings.run.keep
-    sizes = [(0, 0) if directory.settings.run.resume else (None, None)]
-    sizes += [checkpoint.facts["tables"] for checkpoint in checkpoints if checkpoint]
-    if not machine.is_main():
-        sizes = [(None, None)]  # tables that are thrown away
-    with machine.Interrupt() as interrupt, Tables(directory.path, swept, sizes[-1]) as tables:
+    sizes = None
+    if directory.settings.run.resume and machine.is_main():  # those of others are thrown away
+        sizes = max(((0, 0), *(tuple(each.facts["tables"]) for each in checkpoints if each)))
+    with machine.Interrupt() as interrupt, Tables(directory.path, swept, sizes) as tables:
         for number, training in enumerate(trainings):
             if interrupt.check():
                 break
@@ -145,6 +143,7 @@ def _check_can_go_on(found: Checkpoint, config: Config, any_version: bool) -> No
             f"{found.iteration * config.batch_size}; give more"
         )
     before, now = found.facts["versions"], machine.versions()
+    del now["python"]  # which computes nothing
     changed = [
         f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]
     ]

@@ -67,14 +67,14 @@ class Tables:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        swept: dict[str, Any],
-        sizes: tuple[int | None, int | None] = (None, None),
+        self, run_dir: Path, swept: dict[str, Any], sizes: tuple[int, int] | None = None
     ) -> None:
         columns = list(swept_columns(swept))
-        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns, sizes[0])
-        self.evaluation = Table(run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns, sizes[1])
+        metrics, evaluation = sizes or (None, None)
+        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns, metrics)
+        self.evaluation = Table(
+            run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns, evaluation
+        )
 
     def sync(self) -> tuple[int, int]:
         """Brings all rows to the disk; the size of each table in bytes."""

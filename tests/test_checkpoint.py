@@ -20,6 +20,7 @@ import purejaxppo
 from purejaxppo import checkpoint, cli, machine, rundir
 from purejaxppo.checkpoint import Writer
 from purejaxppo.config import ConfigError
+from purejaxppo.display import Display
 from purejaxppo.policy import play
 
 # Of Orbax, which leaves an event loop open where it fails to read.
@@ -108,6 +109,21 @@ def test_n_and_n_iterations_are_2n(tmp_path, options, batch, capsys):
     assert_same(halves, whole)
 
 
+def test_a_sweep_that_is_interrupted_while_it_is_extended(tmp_path, monkeypatch):
+    """The first program's new rows come after those of the second, and stay."""
+    sweep = "--num-seeds 2 --sweep num_envs=2,4 --checkpoint-iterations 2".split()
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert train(whole, 16, *sweep, batch=64) == 0
+    assert train(halves, 8, *sweep, batch=64) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "update", lambda *_: signal.raise_signal(signal.SIGTERM))
+        assert resume(halves, f"--total-timesteps|{16 * 64}") == 128 + signal.SIGTERM
+    assert 16 < latest(halves, 0).iteration < 32
+    assert latest(halves, 1).iteration == 8
+    assert resume(halves) == 0
+    assert_same(halves, whole)
+
+
 def test_rows_have_no_gap_and_no_overlap_where_a_training_is_extended(tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(whole, 14, "--metrics-rows", "0") == 0
@@ -132,7 +148,9 @@ def test_nothing_left_to_do(copied, capsys):
     before = (copied / "metrics.csv").read_bytes()
     assert resume(copied) == 0
     assert (copied / "metrics.csv").read_bytes() == before
-    assert "compiled" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "compiled" not in shown
+    assert "nothing left to train" in shown
 
 
 def test_a_directory_without_checkpoint_begins_anew(copied, tmp_path):

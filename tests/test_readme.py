@@ -11,7 +11,8 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_python_example(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [example for example in examples if "make_train" in example]
     small = code.replace("total_timesteps=500_000", "total_timesteps=4096")
     assert small != code
     exec(small, {})

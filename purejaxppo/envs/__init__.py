@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -144,6 +146,8 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
 
 def _import(name: str) -> Factory:
     module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # where the console script does not look
+        sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
