@@ -24,7 +24,7 @@ import numpy as np
 from purejaxppo import machine
 from purejaxppo.checkpoint import Writer, flatten
 from purejaxppo.config import RunOptions, load_settings
-from purejaxppo.train import Trainer, make_plan, make_setup, saved_shapes, stack_hypers
+from purejaxppo.train import Trainer, make_plan, make_setup, run_shapes, saved_shapes, stack_hypers
 
 RESULTS = Path(__file__).parent / "results"
 ENV = "CartPole-v1"
@@ -37,7 +37,7 @@ def one_save(num_runs: int) -> dict[str, list[float]]:
     setup = make_setup(settings.config)
     trainer = Trainer(setup, make_plan(num_runs))
     hypers = trainer.shard(stack_hypers([settings.hyper] * num_runs))
-    whole = saved_shapes(setup, settings.hyper, num_runs)
+    whole = saved_shapes(run_shapes(setup, settings.hyper), num_runs)
     measured: dict[str, list[float]] = {"blocking": [], "total": [], "bytes": []}
     with (
         tempfile.TemporaryDirectory() as directory,

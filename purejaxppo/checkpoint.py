@@ -5,6 +5,7 @@ A checkpoint is arrays by name and facts as JSON. What is read from one is data,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -160,56 +161,71 @@ def iterations(directory: Path) -> list[int]:
     return sorted((int(path.name) for path in found if path.name.isdecimal()), reverse=True)
 
 
+class DamagedError(ConfigError):
+    """A checkpoint whose contents are not what was saved."""
+
+
 def load(directory: Path) -> Checkpoint | None:
     """The latest checkpoint in a directory; None where there is none.
 
     Raises:
         ConfigError: it is damaged, or of a newer format.
     """
-    found = iterations(directory)
-    if not found:
-        return None
-    try:
-        return read(directory / str(found[0]))
-    except ConfigError as error:
-        good = next(_good(directory, found[1:]), None)
-        if good is None:
-            raise ConfigError(f"{error}; there is no other that is whole") from None
-        raise ConfigError(
-            f"{error}; the one of iteration {good} is whole: remove {directory / str(found[0])} "
-            f"{'and those between ' * (good != found[1])}to go on from there"
-        ) from None
+    while found := iterations(directory):
+        try:
+            return read(directory / str(found[0]))
+        except DamagedError as error:
+            if found[0] in iterations(directory):  # else a training has just removed it
+                raise ConfigError(f"{error}; {_way_out(directory, found)}") from None
+    return None
+
+
+def _way_out(directory: Path, found: list[int]) -> str:
+    """What can be done about the first of these, which is damaged."""
+    for number, iteration in enumerate(found[1:], 1):
+        with contextlib.suppress(ConfigError):
+            read(directory / str(iteration))
+            damaged = " ".join(str(directory / str(other)) for other in found[:number])
+            return (
+                f"the one of iteration {iteration} is whole: remove {damaged} to go on from there"
+            )
+    return "there is no other that is whole"
 
 
 def read(path: Path) -> Checkpoint:
     """A checkpoint, with its hash checked.
 
     Raises:
-        ConfigError: it is damaged, or of a newer format.
+        ConfigError: it is of a newer format.
+        DamagedError: its bytes are not what they were.
+        PermissionError: it may not be read.
     """
-    ocp = _orbax()
-    path = path.resolve()
+    ocp, path = _orbax(), path.resolve()
+    options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=_alone(ocp))
     try:
-        options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=_alone(ocp))
         with ocp.CheckpointManager(path.parent, options=options) as manager:
-            wanted = ocp.args.Composite(
-                arrays=ocp.args.PyTreeRestore(), facts=ocp.args.JsonRestore()
-            )
-            saved = manager.restore(int(path.name), args=wanted)
-        arrays = {name: np.array(array) for name, array in saved.arrays.items()}
-        facts = dict(saved.facts)
-        newer = facts["format"] > FORMAT
-        whole = facts.pop("sha256") == _hash(arrays, facts)
+            facts = dict(_restore(manager, path, facts=ocp.args.JsonRestore()).facts)
+            newer = facts["format"] > FORMAT
+            if not newer:
+                saved = _restore(manager, path, arrays=ocp.args.PyTreeRestore())
+                arrays = {name: np.array(array) for name, array in saved.arrays.items()}
+                whole = facts.pop("sha256") == _hash(arrays, facts)
+    except (PermissionError, MemoryError):
+        raise
     except Exception as error:  # whatever the libraries make of bytes that are not theirs
         line = " ".join(str(error).split())
-        raise ConfigError(f"{path}: damaged: {line[:200]}") from None
+        raise DamagedError(f"{path}: damaged: {line[:200]}") from None
     if newer:
         raise ConfigError(
             f"{path}: of format {facts['format']}, and this version of purejaxppo knows {FORMAT}"
         )
     if not whole:
-        raise ConfigError(f"{path}: damaged: its contents do not have the hash they had")
+        raise DamagedError(f"{path}: damaged: its contents do not have the hash they had")
     return Checkpoint(path, arrays, facts)
+
+
+def _restore(manager: Any, path: Path, **items: Any) -> Any:
+    return manager.restore(int(path.name), args=_orbax().args.Composite(**items))
 
 
 class Best:
@@ -261,23 +277,13 @@ def _named(prefix: str, tree: PyTree) -> Iterator[tuple[str, Any]]:
         yield prefix + "." + jax.tree_util.keystr(path, simple=True, separator="."), leaf
 
 
-def _good(directory: Path, candidates: list[int]) -> Iterator[int]:
-    """Those that can be read."""
-    for iteration in candidates:
-        try:
-            read(directory / str(iteration))
-        except ConfigError:
-            continue
-        yield iteration
-
-
 def _hash(arrays: Arrays, facts: dict[str, Any]) -> str:
     """Of names, types, shapes and contents."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         if array.size:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
 
 

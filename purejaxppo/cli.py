@@ -1,4 +1,4 @@
-"""The commands: `purejaxppo train`, `purejaxppo report` and `purejaxppo envs`."""
+"""The commands: to train, and to make use of what was trained."""
 
 from __future__ import annotations
 
@@ -93,13 +93,28 @@ def envs_command(arguments: list[str]) -> int:
 @guarded
 def evaluate_command(arguments: list[str]) -> int:
     """Plays whole episodes with trained policies: always the same ones for a seed."""
-    parser = _parser("evaluate", evaluate_command, episodes=1000)
+    best = "parameters with the best evaluation, not the latest"
+    parser = _parser("evaluate", evaluate_command, 1000, best)
     given = _checked(parser.parse_args(arguments))
     directory = RunDirectory.open(given.run_dir, given.env)
-    numbers = directory.numbers if given.run is None else [directory.choose(given.run, given.best)]
-    policies = load_policies(directory, numbers, given.best)
-    episodes = [(p, play(p, given.episodes, given.seed, given.sampled)) for p in policies]
-    Display().played(episodes)
+    if given.run is not None:
+        program, place = directory.place(directory.choose(given.run, given.best))
+        chosen = [(program, [place])]
+    else:
+        chosen = [(number, range(len(runs))) for number, runs in enumerate(directory.programs)]
+        chosen = [each for each in chosen if directory.has_begun(each[0])] or chosen[:1]
+    policies = [
+        policy
+        for program, places in chosen
+        for policy in load_policies(directory, program, places, given.best)
+    ]
+    known = [policy for policy in policies if policy is not None]
+    if not known:
+        raise ConfigError(f"{directory.path}: diverged")
+    Display().played(
+        [(p, play(p, given.episodes, given.seed, given.sampled)) for p in known],
+        left_out=len(directory.numbers) - len(known) if given.run is None else 0,
+    )
     return 0
 
 
@@ -121,9 +136,11 @@ def export_command(arguments: list[str]) -> int:
 @guarded
 def extract_command(arguments: list[str]) -> int:
     """Makes a run directory of its own of one run of a sweep."""
-    parser = _parser("extract", extract_command)
+    parser = _parser("extract", extract_command, best="the run with the best evaluation")
     parser.add_argument("--output", required=True, help="directory to make")
     given = parser.parse_args(arguments)
+    if given.best and given.run is not None:
+        raise ConfigError(f"--run {given.run} and --best both say which run")
     directory = RunDirectory.open(given.run_dir, given.env)
     extracted = rundir.extract(directory, directory.choose(given.run, given.best), given.output)
     Display().say(f"written to {extracted.path}")
@@ -149,14 +166,17 @@ def render_command(arguments: list[str]) -> int:
     return 0
 
 
-def _parser(name: str, command: Command, episodes: int | None = None) -> argparse.ArgumentParser:
+def _parser(
+    name: str,
+    command: Command,
+    episodes: int | None = None,
+    best: str = "parameters with the best evaluation, not the latest; of the best run without --run",
+) -> argparse.ArgumentParser:
     """Of a command on what a run directory has learned, with a number of episodes if it plays."""
     parser = argparse.ArgumentParser(prog=f"purejaxppo {name}", description=command.__doc__)
     parser.add_argument("run_dir")
     parser.add_argument("--run", type=int, help="number of one run of a sweep")
-    parser.add_argument(
-        "--best", action="store_true", help="parameters with the best evaluation, not the latest"
-    )
+    parser.add_argument("--best", action="store_true", help=best)
     parser.add_argument("--env", help="repeats my_module:MyEnv, to allow that it is imported")
     if episodes is not None:
         default = {"type": options.parse_int, "help": "(%(default)s)"}
@@ -229,7 +249,7 @@ def parse(arguments: list[str]) -> Settings:
         raise ConfigError(str(error)) from None
     env = None if known.env is None else envs.full_name(known.env)
     if known.resume is not None:
-        base = _to_go_on(known.resume, env, known.config)
+        base = _to_go_on(known)
     else:
         base = options.load_settings(env, known.config, known.backend)
     if known.sweep is not None:
@@ -253,14 +273,16 @@ def parse(arguments: list[str]) -> Settings:
         raise ConfigError(_one_line(message.getvalue(), rest)) from None
 
 
-def _to_go_on(run_dir: str, env: str | None, config: str | None) -> Settings:
+def _to_go_on(given: argparse.Namespace) -> Settings:
     """The settings that a training to be resumed was begun with."""
-    if config is not None:
-        raise ConfigError(f"--config {config}: --resume {run_dir} has its own")
-    settings = RunDirectory.open(run_dir, env).settings
-    if env not in (None, settings.config.env):
-        raise ConfigError(f"--env {env}: {run_dir} is of {settings.config.env}")
-    run = dataclasses.replace(settings.run, resume=run_dir, run_dir=None)
+    if given.config is not None:
+        raise ConfigError(f"--config {given.config}: --resume {given.resume} has its own")
+    settings = RunDirectory.open(given.resume, given.env).settings
+    for name in ("env", "backend"):
+        asked, has = getattr(given, name), getattr(settings.config, name)
+        if asked is not None and asked != has and (name, envs.full_name(asked)) != ("env", has):
+            raise ConfigError(f"--{name} {asked}: {given.resume} has {has}")
+    run = dataclasses.replace(settings.run, resume=given.resume, run_dir=None)
     return dataclasses.replace(settings, run=run)
 
 

@@ -149,7 +149,7 @@ class RunOptions:
     run_dir: str | None = None
     """Directory for the results; made up from environment and time when not given."""
     resume: str | None = None
-    """Run directory to go on with. Beside it only --total-timesteps can change, and this group."""
+    """Run directory to go on with. What is trained cannot change but for --total-timesteps."""
     any_version: bool = False
     """Go on with a checkpoint that other versions of the packages made: not bit for bit."""
     checkpoint_every: int = 60
@@ -457,11 +457,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
-        raise ConfigError(f"--config {path}: not YAML: {line}") from None
+        raise ConfigError(f"{path}: not YAML: {line}") from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ConfigError(f"--config {path}: not a mapping of option names to values")
+        raise ConfigError(f"{path}: not a mapping of option names to values")
     return values
 
 

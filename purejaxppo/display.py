@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -24,7 +25,7 @@ class Display:
     """Live where the output is a terminal, a few plain lines where it is not."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self._console = Console(highlight=False, emoji=False, soft_wrap=True, quiet=quiet)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -40,17 +41,17 @@ class Display:
         """What is about to be trained, a line each."""
         width = max(map(len, rows))
         for name, value in rows.items():
-            self._console.print(f"[bold]{name:<{width}}[/bold]  {value}")
+            self._console.print(f"[bold]{name:<{width}}[/bold]  {escape(value)}")
 
     def say(self, text: str) -> None:
-        """One line."""
-        self._console.print(text)
+        """One line, as it is."""
+        self._console.print(text, markup=False)
 
-    def start(self, total_steps: int) -> None:
-        """Begins to show progress."""
-        self._total, self._return = total_steps, float("nan")
+    def start(self, total_steps: int, done: int = 0) -> None:
+        """Begins to show progress, with `done` steps of each run behind it."""
+        self._total, self._done, self._return = total_steps, done, float("nan")
         self._started = self._last_line = time.monotonic()
-        self._progress.reset(self._task, total=total_steps, status="")
+        self._progress.reset(self._task, total=total_steps, completed=done, status="")
         if self._console.is_terminal:
             self._progress.start()
 
@@ -66,7 +67,7 @@ class Display:
         now = time.monotonic()
         if now - self._last_line >= _LINE_EVERY or steps >= self._total:
             self._last_line = now
-            left = (now - self._started) * (self._total - steps) / max(steps, 1)
+            left = (now - self._started) * (self._total - steps) / max(steps - self._done, 1)
             self._console.print(
                 f"{steps:>12,} / {self._total:,} steps  {status}  {left:.0f} s left"
             )
@@ -90,7 +91,7 @@ class Display:
         )
         diverged = [runs[number] for number in summary["diverged_runs"]]
         for run in diverged[:_SHOWN]:
-            self._console.print(f"[bold red]diverged[/bold red]: {run.name}")
+            self._console.print(f"[bold red]diverged[/bold red]: {escape(run.name)}")
         if len(diverged) > _SHOWN:
             self._console.print(f"[bold red]diverged[/bold red]: {len(diverged) - _SHOWN} more")
 
@@ -110,8 +111,12 @@ class Display:
                 f"95% interval {low:.2f} ... {high:.2f}"
             )
 
-    def played(self, episodes: list[tuple[Policy, Episode]]) -> None:
-        """What policies reached in episodes [E]; those that were given up do not count."""
+    def played(self, episodes: list[tuple[Policy, Episode]], left_out: int) -> None:
+        """What policies reached in episodes [E]; those that were given up do not count.
+
+        Args:
+            left_out: runs that have none.
+        """
         table = Table(title=f"{len(episodes[0][1].ended)} episodes a run")
         for column in ("run", "return", "std", "95% interval", "min", "max", "length"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -125,8 +130,11 @@ class Display:
                 cells = [f"{x:.2f}" for x in (score.mean(), score.std())]
                 cells += [f"{low:.2f} ... {high:.2f}", f"{score.min():.2f}", f"{score.max():.2f}"]
                 cells += [f"{length.mean():.1f} ({length.min()} ... {length.max()})"]
-            table.add_row(f"{policy.run.name}, iteration {policy.iteration:,}", *cells)
+            name = f"{policy.run.name}, iteration {policy.iteration:,}"
+            table.add_row(escape(name), *cells)
         self._console.print(table)
+        if left_out:
+            self._console.print(f"{left_out} runs diverged or have not begun")
         if unfinished:
             self._console.print(f"{unfinished} episodes were given up after {MAX_STEPS:,} steps")
 
@@ -139,7 +147,7 @@ class Display:
         for name, setting in settings[:_SHOWN]:
             low, high = setting["iqm_interval"]
             table.add_row(
-                name,
+                escape(name),
                 f"{setting['iqm']:.4g}",
                 f"{low:.4g} ... {high:.4g}",
                 f"{setting['mean']:.4g}",

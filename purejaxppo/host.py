@@ -16,9 +16,9 @@ import jax
 
 from purejaxppo import checkpoint, machine, rundir
 from purejaxppo.checkpoint import Checkpoint, Writer
-from purejaxppo.config import Config, ConfigError, Settings
+from purejaxppo.config import Config, ConfigError, Settings, load_settings
 from purejaxppo.display import Display
-from purejaxppo.loggers import Tables
+from purejaxppo.loggers import Tables, keep_rows
 from purejaxppo.loop import Training
 from purejaxppo.report import write_reports
 from purejaxppo.rundir import RunDirectory, check_options, options_of, write_config
@@ -52,54 +52,53 @@ def _train(settings: Settings) -> int:
     memory = machine.memory_for_arrays(settings.run.memory_limit)
     display = Display(quiet=not machine.is_main())
     with contextlib.ExitStack() as held:
-        checkpoints = _checkpoints(settings, groups, held)
+        found = _checkpoints(settings, groups, held)
         trainings = [
             Training(settings.run, group, display, memory, each)
-            for group, each in zip(groups, checkpoints, strict=True)
+            for group, each in zip(groups, found, strict=True)
         ]
-        directory = _begin(_with_block(settings, trainings), held)
-        display.header(_header(directory, trainings, checkpoints))
+        saved = [each.facts if each else None for each in found]
+        del found  # its arrays are the trainings' now, who let go of them
+        caveats = _caveats(trainings, saved)
+        directory = _begin(_with_block(settings, trainings), groups, saved, held)
+        display.header(_header(directory, trainings, caveats))
         if all(training.iteration == training.config.iterations for training in trainings):
             display.say("nothing left to train: --total-timesteps goes further")
         try:
-            facts, signal = _run(trainings, directory, checkpoints, display)
+            facts, signal = _run(trainings, directory, caveats, display)
             facts["wall_seconds"] = time.monotonic() - started
             summary = write_reports(directory.path, facts)
         except OSError:
-            display.say(_how_to_go_on(directory))
+            display.say(_how_to_go_on(settings, directory))
             raise
     display.results(summary, runs)
     display.say(f"written to {directory.path}")
     if signal:
-        display.say(_how_to_go_on(directory))
+        display.say(_how_to_go_on(settings, directory))
         return 128 + signal
     return int(len(facts["diverged_runs"]) == len(runs))
 
 
 def _run(
-    trainings: list[Training],
-    directory: RunDirectory,
-    checkpoints: list[Checkpoint | None],
-    display: Display,
+    trainings: list[Training], directory: RunDirectory, caveats: list[str], display: Display
 ) -> tuple[dict[str, Any], int]:
     """Trains one program after another; returns what the tables do not say, and Interrupt.signal."""
     about = {
         "options": options_of(directory.settings),
         "versions": machine.versions(),
         "device": machine.device_name(),
+        "caveats": caveats,
     }
     swept = trainings[0].runs[0].setting.swept
-    keep = directory.settings.run.keep
-    sizes = None
-    if directory.settings.run.resume and machine.is_main():  # those of others are thrown away
-        sizes = max(((0, 0), *(tuple(each.facts["tables"]) for each in checkpoints if each)))
-    with machine.Interrupt() as interrupt, Tables(directory.path, swept, sizes) as tables:
+    run = directory.settings.run
+    tables = Tables(directory.path, swept, goes_on=run.resume is not None)
+    with machine.Interrupt() as interrupt, tables:
         for number, training in enumerate(trainings):
             if interrupt.check():
                 break
             if len(trainings) > 1:
                 display.say(f"program {number + 1} of {len(trainings)}: {training.description}")
-            with Writer(directory.checkpoints(number), keep, about) as writer:
+            with Writer(directory.checkpoints(number), run.keep, about) as writer:
                 main = machine.is_main()
                 training.run(tables, interrupt, writer if main else None, directory.path / "videos")
     seconds = sum(training.seconds for training in trainings)
@@ -121,16 +120,20 @@ def _checkpoints(
 
     Raises:
         ConfigError: one is damaged, of other options or versions, or beyond --total-timesteps; or
-            another process is training there.
+            there is none at all of a training that has results; or another process is training.
     """
     if settings.run.resume is None:
         return [None] * len(groups)
     directory = RunDirectory(Path(settings.run.resume), settings)
+    config = directory.path / "config.yaml"
+    check_options(options_of(load_settings(file=config)), settings, config)
     _in_main(lambda: held.enter_context(rundir.lock(directory.path)))
     found = [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))]
+    if not any(found) and (directory.path / "summary.json").exists():
+        raise ConfigError(f"{directory.path}: has results, and no checkpoint to go on from")
     for each, runs in zip(found, groups, strict=True):
         if each is not None:
-            check_options(each, settings)
+            check_options(each.facts["options"], settings, each.path)
             _check_can_go_on(each, runs[0].setting.config, settings.run.any_version)
     return found
 
@@ -142,11 +145,7 @@ def _check_can_go_on(found: Checkpoint, config: Config, any_version: bool) -> No
             f"--total-timesteps {config.total_timesteps}: {found.path} has already trained "
             f"{found.iteration * config.batch_size}; give more"
         )
-    before, now = found.facts["versions"], machine.versions()
-    del now["python"]  # which computes nothing
-    changed = [
-        f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]
-    ]
+    changed = _changed_versions(found.facts)
     if changed and not any_version:
         raise ConfigError(
             f"{found.path}: made with other versions: {', '.join(changed)}; --any-version goes on all "
@@ -154,15 +153,25 @@ def _check_can_go_on(found: Checkpoint, config: Config, any_version: bool) -> No
         )
 
 
-def _begin(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
+def _changed_versions(facts: dict[str, Any]) -> list[str]:
+    before, now = facts["versions"], machine.versions()
+    names = sorted({*before, *now} - {"python"})  # which computes nothing
+    return [f"{n} {before.get(n)} -> {now.get(n)}" for n in names if before.get(n) != now.get(n)]
+
+
+def _begin(
+    settings: Settings,
+    groups: list[list[Run]],
+    saved: list[dict[str, Any] | None],
+    held: contextlib.ExitStack,
+) -> RunDirectory:
     """The run directory of this process: of one that does not report, it is thrown away."""
 
     def prepare() -> RunDirectory:
         if settings.run.resume is None:
-            directory = rundir.create(settings)
-            held.enter_context(rundir.lock(directory.path))
-            return directory
+            return rundir.create(settings, held)
         directory = RunDirectory(Path(settings.run.resume), settings)
+        _cut_tables(directory.path, groups, saved)
         write_config(directory.path / "config.yaml", settings)
         return directory
 
@@ -174,17 +183,34 @@ def _begin(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
     return directory
 
 
+def _cut_tables(path: Path, groups: list[list[Run]], saved: list[dict[str, Any] | None]) -> None:
+    """Leaves the rows up to the checkpoint of each program; raises ConfigError where any are gone."""
+    for name in ("metrics.csv", "evaluation.csv"):
+        had = {
+            run.number: facts["tables"][name] if facts else {"until": 0, "rows": 0}
+            for runs, facts in zip(groups, saved, strict=True)
+            for run in runs
+        }
+        has = keep_rows(path / name, {run: kept["until"] for run, kept in had.items()})
+        for run, kept in had.items():
+            if has[run] != kept["rows"]:
+                raise ConfigError(
+                    f"{path / name}: has {has[run]} rows of run {run} up to its checkpoint, and had "
+                    f"{kept['rows']}"
+                )
+
+
 def _in_main(action: Callable[[], Any]) -> Any:
     """What an action of the process that reports returns, None in the others.
 
     Raises:
-        ConfigError: in all processes, where it fails.
+        ConfigError, OSError: where it fails; the others ConfigError.
     """
     result, error = None, None
     if machine.is_main():
         try:
             result = action()
-        except ConfigError as failure:
+        except (ConfigError, OSError) as failure:
             error = failure
     (failed,) = machine.agree(error is not None)
     if failed:
@@ -201,16 +227,17 @@ def _with_block(settings: Settings, trainings: list[Training]) -> Settings:
     return dataclasses.replace(settings, run=run)
 
 
-def _where_from(trainings: list[Training], checkpoints: list[Checkpoint | None]) -> str:
-    """From which iteration, and what makes the rest differ from a training without interruption."""
-    done = sum(training.iteration for training in trainings)
-    total = sum(training.config.iterations for training in trainings)
-    parts = [f"after iteration {done:,} of {total:,}" if done else "from the beginning"]
-    for training, found in zip(trainings, checkpoints, strict=True):
-        facts, config = found.facts if found else {}, training.config
+def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> list[str]:
+    """What makes a resumed training differ from one without interruption, now and before."""
+    caveats = []
+    for training, facts in zip(trainings, saved, strict=True):
+        if facts is None:
+            continue
+        caveats += facts["caveats"]
+        config = training.config
         anneals = config.anneal_learning_rate or config.anneal_clip_eps or config.anneal_ent_coef
-        if facts and facts["iterations"] != config.iterations and anneals:
-            parts.append(
+        if facts["iterations"] != config.iterations and anneals:
+            caveats.append(
                 f"what anneals was to end at iteration {facts['iterations']:,}: stretched, so not as "
                 "if trained at once"
             )
@@ -219,23 +246,27 @@ def _where_from(trainings: list[Training], checkpoints: list[Checkpoint | None])
             "shards": training.plan.shards,
             "device": machine.device_name(),
         }
-        parts += [
-            f"not bit for bit: {name} {facts[name]} -> {value}"
+        changed = [
+            f"{name} {facts[name]} -> {value}"
             for name, value in now.items()
-            if facts and facts[name] != value
+            if facts[name] != value
         ]
-    return "; ".join(dict.fromkeys(parts))
+        caveats += [f"not bit for bit: {change}" for change in changed + _changed_versions(facts)]
+    return list(dict.fromkeys(caveats))
 
 
-def _how_to_go_on(directory: RunDirectory) -> str:
-    named = directory.settings.config.env
+def _how_to_go_on(settings: Settings, directory: RunDirectory) -> str:
+    if not settings.run.keep:
+        return "it cannot be gone on with: there are no checkpoints with --keep 0"
+    named = settings.config.env
     own = f" --env {named}" if ":" in named else ""
+    together = ", with the flags of --distributed" if settings.run.distributed else ""
     path = shlex.quote(str(directory.path))
-    return f"to go on: python -m purejaxppo.run --resume {path}{own}"
+    return f"to go on: python -m purejaxppo.run --resume {path}{own}{together}"
 
 
 def _header(
-    directory: RunDirectory, trainings: list[Training], checkpoints: list[Checkpoint | None]
+    directory: RunDirectory, trainings: list[Training], caveats: list[str]
 ) -> dict[str, str]:
     run, first = directory.settings.run, trainings[0]
     config, env = first.config, first.trainer.setup.env
@@ -266,7 +297,10 @@ def _header(
     if jax.default_backend() == "gpu" and not run.deterministic:
         header["resume"] = "not promised bit for bit on a GPU without --deterministic"
     if run.resume:
-        header["resumed"] = _where_from(trainings, checkpoints)
+        done = sum(training.iteration for training in trainings)
+        total = sum(training.config.iterations for training in trainings)
+        where = f"after iteration {done:,} of {total:,}" if done else "from the beginning"
+        header["resumed"] = "; ".join([where, *caveats])
     if run.sweep:
         header["sweep"] = f"{' '.join(run.sweep)}: {num_runs // run.num_seeds} settings"
     if len(trainings) > 1:

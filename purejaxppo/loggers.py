@@ -24,22 +24,17 @@ class Table:
     """A CSV file with a header; what is not a finite number stays empty.
 
     Args:
-        size: bytes of what is there already that stay; None where nothing may be there.
+        goes_on: append to what is there; else nothing may be.
 
     Raises:
-        ConfigError: there is less.
         FileExistsError: there is something.
     """
 
-    def __init__(self, path: Path, columns: list[str], size: int | None = None) -> None:
+    def __init__(self, path: Path, columns: list[str], goes_on: bool = False) -> None:
         self._columns = columns
-        there = path.stat().st_size if path.exists() else 0
-        if size is not None and size > there:
-            raise ConfigError(f"{path}: has {there} bytes, and had {size} at its last checkpoint")
-        self._file = path.open("x" if size is None else "a", newline="")
-        self._file.truncate(size or 0)
+        self._file = path.open("a" if goes_on else "x", newline="")
         self._writer = csv.writer(self._file)
-        if not size:
+        if not self._file.tell():
             self._writer.writerow(columns)
         self._file.flush()
 
@@ -49,10 +44,9 @@ class Table:
             self._writer.writerow([_cell(row[column]) for column in self._columns])
         self._file.flush()
 
-    def sync(self) -> int:
-        """Brings all rows to the disk; their size in bytes."""
+    def sync(self) -> None:
+        """Brings all rows to the disk."""
         os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         self._file.close()
@@ -63,22 +57,18 @@ class Tables:
 
     Args:
         swept: the options that runs differ in, with any values.
-        sizes: from `sync`, of a training that goes on.
+        goes_on: append to those that are there, which `keep_rows` has cut.
     """
 
-    def __init__(
-        self, run_dir: Path, swept: dict[str, Any], sizes: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, swept: dict[str, Any], goes_on: bool = False) -> None:
         columns = list(swept_columns(swept))
-        metrics, evaluation = sizes or (None, None)
-        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns, metrics)
-        self.evaluation = Table(
-            run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns, evaluation
-        )
+        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns, goes_on)
+        self.evaluation = Table(run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns, goes_on)
 
-    def sync(self) -> tuple[int, int]:
-        """Brings all rows to the disk; the size of each table in bytes."""
-        return self.metrics.sync(), self.evaluation.sync()
+    def sync(self) -> None:
+        """Brings all rows to the disk."""
+        self.metrics.sync()
+        self.evaluation.sync()
 
     def __enter__(self) -> Tables:
         return self
@@ -88,6 +78,44 @@ class Tables:
         self.evaluation.close()
 
 
+def keep_rows(path: Path, until: dict[int, int], target: Path | None = None) -> dict[int, int]:
+    """Leaves of a table only the rows of runs up to an iteration; as a whole or not at all.
+
+    Args:
+        until: run -> last iteration whose row stays.
+        target: where the rows go instead, as those of run 0 and without what is swept.
+
+    Returns:
+        Run -> how many rows stay.
+
+    Raises:
+        ConfigError: it is no such table.
+    """
+    counts = dict.fromkeys(until, 0)
+    if not path.exists() or not path.stat().st_size:
+        return counts
+    part = (target or path).with_suffix(".part")
+    try:
+        with path.open(newline="") as old, part.open("w", newline="") as new:
+            rows = csv.reader(old)
+            header = next(rows, [])
+            run, iteration = header.index("run"), header.index("iteration")
+            shown = [i for i, name in enumerate(header) if not (target and "sweep." in name)]
+            writer = csv.writer(new)
+            writer.writerow([header[i] for i in shown])
+            for row in rows:
+                # The last one may have been cut off.
+                if len(row) == len(header) and int(row[iteration]) <= until.get(int(row[run]), 0):
+                    counts[int(row[run])] += 1
+                    row[run] = "0" if target else row[run]
+                    writer.writerow([row[i] for i in shown])
+    except ValueError:
+        part.unlink()
+        raise ConfigError(f"{path}: not a table of a training") from None
+    os.replace(part, target or path)
+    return counts
+
+
 def _cell(value: Any) -> Any:
     if isinstance(value, float | np.floating):
         return f"{value:.7g}" if math.isfinite(value) else ""
@@ -95,7 +123,7 @@ def _cell(value: Any) -> Any:
 
 
 class MetricsTable:
-    """Writes `metrics.csv`: a row a run and reporting interval.
+    """Writes `metrics.csv`: a row a run and reporting interval; `rows` counts those of each run.
 
     Args:
         table: may be shared with other programs of a sweep.
@@ -104,6 +132,7 @@ class MetricsTable:
         steps_per_iteration: environment steps of one run.
         iteration: that a training goes on from.
         pending: metrics [I, R] of the interval it stopped in.
+        rows: that every run has already.
     """
 
     def __init__(
@@ -114,11 +143,12 @@ class MetricsTable:
         steps_per_iteration: int,
         iteration: int = 0,
         pending: dict[str, np.ndarray] | None = None,
+        rows: int = 0,
     ) -> None:
         self._table, self._runs = table, runs
         self._interval, self._steps_per_iteration = interval, steps_per_iteration
         self._pending: list[dict[str, np.ndarray]] = []
-        self._iteration = iteration
+        self._iteration, self.rows = iteration, rows
         if pending:
             size = len(pending["episodes"])
             self._pending = [{k: v[i] for k, v in pending.items()} for i in range(size)]
@@ -128,12 +158,17 @@ class MetricsTable:
         """Metrics [I, R] of the interval so far; empty at its start."""
         return _stack(self._pending) if self._pending else {}
 
+    @property
+    def until(self) -> int:
+        """The iteration of the last row."""
+        return self._iteration - len(self._pending)
+
     def add(self, metrics: dict[str, np.ndarray]) -> None:
         """Takes the metrics [C, R] of C further iterations."""
         for i in range(len(metrics["episodes"])):
             self._pending.append({name: array[i] for name, array in metrics.items()})
             self._iteration += 1
-            if len(self._pending) == self._interval:
+            if len(self._pending) >= self._interval:
                 self.flush()
 
     def flush(self) -> None:
@@ -142,6 +177,7 @@ class MetricsTable:
             return
         means = pool(_stack(self._pending))
         self._pending.clear()
+        self.rows += 1
         steps = self._iteration * self._steps_per_iteration
         self._table.write(
             [
@@ -196,10 +232,10 @@ def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class EvaluationTable:
-    """Writes `evaluation.csv`: a row a run [R] and evaluation."""
+    """Writes `evaluation.csv`: a row a run [R] and evaluation; `rows` counts those of each run."""
 
-    def __init__(self, table: Table, runs: list[Run]) -> None:
-        self._table, self._runs = table, runs
+    def __init__(self, table: Table, runs: list[Run], rows: int = 0) -> None:
+        self._table, self._runs, self.rows = table, runs, rows
 
     def add(self, episodes: Episode, iteration: int, env_steps: int) -> np.ndarray:
         """Takes host episodes [R, E]; returns the mean returns [R], NaN where none ended."""
@@ -217,4 +253,5 @@ class EvaluationTable:
                 }
             )
         self._table.write(rows)
+        self.rows += 1
         return np.array([row["return_mean"] for row in rows])

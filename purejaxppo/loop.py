@@ -31,6 +31,7 @@ from purejaxppo.train import (
     make_footprint,
     make_plan,
     make_setup,
+    run_shapes,
     saved_shapes,
     stack_hypers,
 )
@@ -81,7 +82,10 @@ class Training:
         self._fit_into(memory)
         rows = options.metrics_rows
         self._interval = -(-self.config.iterations // rows) if rows else 1
+        every = options.eval_every
+        self._every = self._iterations(self.config.total_timesteps / 20 if every is None else every)
         self._pending: dict[str, np.ndarray] = {}
+        self._rows = {"metrics.csv": 0, "evaluation.csv": 0}
         self._best = Best(self._policy_of(self._whole), len(runs))
         self._diverged = np.zeros(len(runs), bool)
         self.iteration = self._saved = 0
@@ -92,15 +96,23 @@ class Training:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Takes up where a checkpoint was made."""
+        facts = checkpoint.facts
+        self.iteration = self._saved = checkpoint.iteration
+        self.seconds = facts["seconds"]
+        self._diverged[facts["diverged"]] = True
+        if self.iteration == self.config.iterations:
+            return
         self._restored = checkpoint.tree("state", self._whole)
         best = checkpoint.tree("best", self._best.tree)
         self._best.score, self._best.iteration = best.pop("score"), best.pop("iteration")
         self._best.policy = best
         self._pending = checkpoint.named("pending")
-        facts = checkpoint.facts
-        self._diverged[facts["diverged"]] = True
-        self._interval, self.seconds = facts["interval"], facts["seconds"]
-        self.iteration = self._saved = checkpoint.iteration
+        self._rows = {name: kept["rows"] for name, kept in facts["tables"].items()}
+        # What depends on the length of the training stays as it was begun.
+        if self.options.metrics_rows == facts["metrics_rows"]:
+            self._interval = facts["interval"]
+        if self.options.eval_every is None:
+            self._every = facts["every"]
 
     @staticmethod
     def _policy_of(state: TrainState) -> dict[str, PyTree]:
@@ -118,12 +130,16 @@ class Training:
         self._start = (self.trainer.shard(seeds), self._hypers, ())
         # A trace that compilation uses again.
         self._shapes = self.trainer.sharded_like(jax.eval_shape(self.trainer.init, *self._start))
-        whole = self.trainer.setup if plan.shards == 1 else make_setup(self.config, self._env)
-        self._whole = saved_shapes(whole, self.runs[0].setting.hyper, len(self.runs))
+        if plan.shards == 1:
+            run = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._shapes)
+        else:
+            run = run_shapes(make_setup(self.config, self._env), self.runs[0].setting.hyper)
+        self._whole = saved_shapes(run, len(self.runs))
 
     def _fit_into(self, memory: Memory) -> None:
         """Smaller blocks where these runs would not fit."""
-        copies = int(self.options.keep > 0 and not memory.per_device)
+        on_host = self.options.keep > 0 and not memory.per_device
+        copies = jax.process_count() if on_host else 0
         footprint = make_footprint(self.trainer.setup, self.plan, self._shapes, copies)
         room = memory.of(self.plan.num_devices * self.plan.shards)
         plan = fit(self.plan, footprint, room)
@@ -186,13 +202,16 @@ class Training:
             self.config.batch_size,
             self.iteration,
             self._pending,
+            self._rows["metrics.csv"],
         )
-        self._evaluations = EvaluationTable(tables.evaluation, self.runs)
+        rows = self._rows["evaluation.csv"]
+        self._evaluations = EvaluationTable(tables.evaluation, self.runs, rows)
         self._tables, self._interrupt, self._writer = tables, interrupt, writer
         self._videos = videos
         try:
             self._compile()
-            self.display.start(self.config.iterations * self.config.batch_size)
+            batch = self.config.batch_size
+            self.display.start(self.config.iterations * batch, self.iteration * batch)
             self._train()
         finally:
             self.display.stop()
@@ -236,9 +255,7 @@ class Training:
         return f"{gib(size * self.plan.num_devices * self.plan.shards + resident_bytes())} of memory in all"
 
     def _train(self) -> None:
-        config, total = self.config, self.config.iterations
-        every = self.options.eval_every
-        every = self._iterations(config.total_timesteps / 20 if every is None else every)
+        total, every = self.config.iterations, self._every
         video = self._iterations(self.options.video_every or 0)
         count, saved = 1, time.monotonic()
         while self.iteration < total and not self._interrupt.check():
@@ -280,6 +297,8 @@ class Training:
         """A checkpoint of what there is now, unless it has been made, or is worth nothing."""
         if not self.options.keep or self.iteration == self._saved:
             return
+        if self._writer is not None:
+            self._writer.wait()  # else the one before would take its memory too
         states = self.trainer.fetch_whole(self._states, self._whole)
         if not finite(states.params).any():
             return
@@ -287,6 +306,7 @@ class Training:
         self._saved = self.iteration
         if self._writer is None:
             return
+        self._tables.sync()
         arrays = flatten("state", states) | flatten("pending", self._metrics.pending)
         arrays |= {name: x.copy() for name, x in flatten("best", self._best.tree).items()}
         self._writer.save(arrays, self._facts())
@@ -296,9 +316,14 @@ class Training:
         return {
             "iteration": self.iteration,
             "interval": self._interval,
+            "metrics_rows": self.options.metrics_rows,
+            "every": self._every,
             "seconds": self.seconds,
             "diverged": np.flatnonzero(self._diverged).tolist(),
-            "tables": list(self._tables.sync()),
+            "tables": {
+                "metrics.csv": {"until": self._metrics.until, "rows": self._metrics.rows},
+                "evaluation.csv": {"until": self.iteration, "rows": self._evaluations.rows},
+            },
             "block": self.plan.block,
             "shards": self.plan.shards,
             "iterations": self.config.iterations,
@@ -350,7 +375,10 @@ class Training:
         policy = Policy(run, self._env, agent, own["params"], own["obs_stats"], self.iteration)
         self._videos.mkdir(exist_ok=True)
         steps = self.iteration * self.config.batch_size
-        render(policy, self._videos / f"run{run.number}-{steps:012d}.gif", episodes=1)
+        try:
+            render(policy, self._videos / f"run{run.number}-{steps:012d}.gif", episodes=1)
+        except ConfigError as error:  # a film is not worth a training
+            self.display.say(f"no video: {error}")
 
 
 def _share(config: Config, shards: int) -> Config:

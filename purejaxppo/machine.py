@@ -159,12 +159,22 @@ def gib(size: float) -> str:
 
 def versions() -> dict[str, str]:
     """Of what a result depends on."""
-    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "brax", "numpy")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"purejaxppo": purejaxppo.__version__, "python": platform.python_version(), **found}
+    found = {"purejaxppo": purejaxppo.__version__, "python": platform.python_version()}
+    for name in (
+        "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "mujoco", "mujoco-mjx", "playground",
+        "numpy",
+    ):  # fmt: skip
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # an extra
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def device_name() -> str:
-    """Kind and platform of the devices."""
+    """Kind and platform of the devices; of CPUs the model, where the system says it."""
     device = jax.devices()[0]
-    return f"{device.device_kind} ({device.platform})"
+    kind = device.device_kind
+    if device.platform == "cpu":
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            kind = next(line for line in lines if line.startswith("model name")).split(": ")[1]
+    return f"{kind} ({device.platform})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from purejaxppo.evaluate import evaluate
 from purejaxppo.rundir import RunDirectory
 from purejaxppo.stats import Moments
 from purejaxppo.sweep import Run
-from purejaxppo.train import make_setup, saved_shapes
+from purejaxppo.train import make_setup, run_shapes, saved_shapes
 from purejaxppo.types import Episode, PyTree
 
 
@@ -99,34 +99,41 @@ def load_policy(
         ConfigError: not a run directory, no such run, no checkpoint, or a damaged one.
     """
     directory = RunDirectory.open(run_dir, env)
-    return next(load_policies(directory, [directory.choose(run, best)], best))
+    number = directory.choose(run, best)
+    program, place = directory.place(number)
+    (policy,) = load_policies(directory, program, [place], best)
+    if policy is None:
+        help = "" if best else "; --best has the last parameters that were good, if any"
+        raise ConfigError(
+            f"{directory.path}: {directory.programs[program][place].name} diverged{help}"
+        )
+    return policy
 
 
-def load_policies(directory: RunDirectory, numbers: list[int], best: bool) -> Iterator[Policy]:
-    """The policies of runs by their numbers, in the order of their programs.
+def load_policies(
+    directory: RunDirectory, program: int, places: Iterable[int], best: bool
+) -> Iterator[Policy | None]:
+    """The policies of runs by their places in a program; None of one that diverged.
 
     Raises:
-        ConfigError: a run diverged, or as `load_policy`.
+        ConfigError: as `load_policy`.
     """
-    for program, runs in enumerate(directory.programs):
-        places = [place for place, run in enumerate(runs) if run.number in numbers]
-        if not places:
+    runs = directory.programs[program]
+    found, config = directory.latest(program), runs[0].setting.config
+    env = envs.make(config.env, config.env_options)
+    setup = make_setup(config, env)
+    shapes = run_shapes(setup, runs[0].setting.hyper)
+    wanted = {name: getattr(shapes, name) for name in ("params", "obs_stats")}
+    saved = found.tree("best" if best else "state", saved_shapes(wanted, len(runs)))
+    iterations = found.arrays["best.iteration"] if best else [found.iteration] * len(runs)
+    good = finite(saved["params"])
+    for place in places:
+        run, iteration = runs[place], int(iterations[place])
+        if iteration < 0 or not good[place]:
+            yield None
             continue
-        found, config = directory.latest(program), runs[0].setting.config
-        env = envs.make(config.env, config.env_options)
-        setup = make_setup(config, env)
-        shapes = saved_shapes(setup, runs[0].setting.hyper, len(runs))
-        wanted = {name: getattr(shapes, name) for name in ("params", "obs_stats")}
-        saved = found.tree("best" if best else "state", wanted)
-        iterations = found.arrays["best.iteration"] if best else [found.iteration] * len(runs)
-        good = finite(saved["params"])
-        for place in places:
-            run, iteration = runs[place], int(iterations[place])
-            if iteration < 0 or not good[place]:
-                help = "" if best else "; --best has the last parameters that were good, if any"
-                raise ConfigError(f"{directory.path}: {run.name} diverged{help}")
-            own = jax.tree.map(lambda x, i=place: x[i], saved)
-            yield Policy(run, env, setup.agent, own["params"], own["obs_stats"], iteration)
+        own = jax.tree.map(lambda x, i=place: x[i], saved)
+        yield Policy(run, env, setup.agent, own["params"], own["obs_stats"], iteration)
 
 
 def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) -> Episode:

@@ -250,7 +250,9 @@ def write_sweep(report: Report) -> None:
     outcomes = [result.outcome for result in report.results]
     names = list(swept_columns(outcomes[0].swept))
     columns = ["final_return", "area_under_curve", "env_steps", "diverged"]
-    table = Table(report.path / "sweep.csv", ["run", "setting", "seed", *names, *columns], size=0)
+    path = report.path / "sweep.csv"
+    path.unlink(missing_ok=True)
+    table = Table(path, ["run", "setting", "seed", *names, *columns])
     for number, outcome in enumerate(outcomes):
         table.write(
             [

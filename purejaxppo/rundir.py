@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import functools
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ import yaml
 from purejaxppo import checkpoint
 from purejaxppo.checkpoint import Checkpoint, Writer
 from purejaxppo.config import ConfigError, Settings, load_settings
+from purejaxppo.loggers import keep_rows
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 
 with contextlib.suppress(ImportError):  # not on Windows, where nothing is locked
@@ -70,6 +71,10 @@ class RunDirectory:
         """Where those of a program are."""
         return self.path / "checkpoints" / str(program)
 
+    def has_begun(self, program: int) -> bool:
+        """Whether there is a checkpoint of a program."""
+        return bool(checkpoint.iterations(self.checkpoints(program)))
+
     def latest(self, program: int) -> Checkpoint:
         """The latest checkpoint of a program.
 
@@ -78,8 +83,10 @@ class RunDirectory:
         """
         found = checkpoint.load(self.checkpoints(program))
         if found is None:
-            raise ConfigError(f"{self.path}: there is no checkpoint yet")
-        check_options(found, self.settings)
+            runs = self.programs[program]
+            of = f" of {runs[0].name}" if len(self.programs) > 1 else ""
+            raise ConfigError(f"{self.path}: there is no checkpoint{of} yet")
+        check_options(found.facts["options"], self.settings, found.path)
         return found
 
     def choose(self, run: int | None, best: bool) -> int:
@@ -98,10 +105,11 @@ class RunDirectory:
         if run is None and best:
             scores = {}
             for number, runs in enumerate(self.programs):
-                found = self.latest(number).arrays["best.score"]
-                scores |= {run.number: score for run, score in zip(runs, found, strict=True)}
-            run = max(scores, key=lambda number: scores[number])
-            if scores[run] == -math.inf:
+                if self.has_begun(number):
+                    found = self.latest(number).arrays["best.score"]
+                    scores |= {run.number: score for run, score in zip(runs, found, strict=True)}
+            run = max(scores, key=lambda number: scores[number], default=None)
+            if run is None or scores[run] == -math.inf:
                 raise ConfigError(f"{self.path}: no run was evaluated, so none is the best")
         if run is None:
             raise ConfigError(
@@ -121,8 +129,8 @@ class RunDirectory:
         return places[number]
 
 
-def create(settings: Settings) -> RunDirectory:
-    """A new run directory, with the complete configuration in it.
+def create(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
+    """A new run directory, with the complete configuration in it, locked while `held` is open.
 
     Raises:
         ConfigError: it is in use, or cannot be written.
@@ -132,26 +140,32 @@ def create(settings: Settings) -> RunDirectory:
         env = re.sub(r"[^\w.-]+", "-", settings.config.env)
         name = f"runs/{env}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(name)
+    in_use = ConfigError(f"--run-dir {path}: in use; give another, or remove it first")
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"--run-dir {path}: in use; give another, or remove it first")
+            raise in_use
         path.mkdir(parents=True, exist_ok=True)
+        held.enter_context(lock(path))
+        if any(file.name != ".lock" for file in path.iterdir()):  # of another, a moment ago
+            raise in_use
         write_config(path / "config.yaml", settings)
     except OSError as error:
         raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
     return RunDirectory(path, settings)
 
 
-def lock(path: Path) -> IO[str]:
+def lock(path: Path) -> IO[bytes]:
     """Keeps other processes from writing to a run directory, until this is closed or we are gone.
 
     Raises:
         ConfigError: another process has it, or it cannot be written.
     """
     try:
-        file = (path / ".lock").open("w")
+        no_links = getattr(os, "O_NOFOLLOW", 0)
+        number = os.open(path / ".lock", os.O_WRONLY | os.O_CREAT | no_links, 0o666)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    file = os.fdopen(number, "wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,31 +193,18 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
         run_dir=run_dir,
         runs_per_block=found.facts["block"],
     )
-    own = create(Settings(options, run.setting.config, run.setting.hyper))
-    sizes = [
-        _extract_rows(directory.path / name, size, number, own.path / name)
-        for name, size in zip(("metrics.csv", "evaluation.csv"), found.facts["tables"], strict=True)
-    ]
     arrays = {
         name: x[:, place : place + 1] if name.startswith("pending.") else x[place : place + 1]
         for name, x in found.arrays.items()
     }
     diverged = [0] if place in found.facts["diverged"] else []
-    about = {**found.facts, "options": options_of(own.settings)}
-    with Writer(own.checkpoints(0), options.keep, about) as writer:
-        writer.save(arrays, {**about, "tables": sizes, "diverged": diverged})
+    with contextlib.ExitStack() as held:
+        own = create(Settings(options, run.setting.config, run.setting.hyper), held)
+        for name, kept in found.facts["tables"].items():
+            keep_rows(directory.path / name, {number: kept["until"]}, own.path / name)
+        facts = {**found.facts, "options": options_of(own.settings), "diverged": diverged}
+        held.enter_context(Writer(own.checkpoints(0), options.keep, {})).save(arrays, facts)
     return own
-
-
-def _extract_rows(path: Path, size: int, number: int, target: Path) -> int:
-    """Copies a run's rows of a table's first bytes, as those of run 0; returns their size."""
-    rows = csv.DictReader(path.read_bytes()[:size].decode().splitlines())
-    columns = [name for name in rows.fieldnames or () if not name.startswith("sweep.")]
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(row | {"run": 0} for row in rows if int(row["run"]) == number)
-    return target.stat().st_size
 
 
 def write_config(path: Path, settings: Settings) -> None:
@@ -232,14 +233,23 @@ def options_of(settings: Settings) -> dict[str, object]:
     return {name: value for name, value in options.items() if name not in of_run}
 
 
-def check_options(found: Checkpoint, settings: Settings) -> None:
-    """Raises ConfigError where a checkpoint is of other options, but for the number of steps."""
-    saved, now = found.facts["options"], options_of(settings)
+def check_options(saved: Mapping[str, object], settings: Settings, where: Path) -> None:
+    """Raises ConfigError where `settings` have other options, but for the number of steps.
+
+    Args:
+        saved: from `options_of`; what is missing, as an older version did not have it, was at its
+            default.
+        where: they were saved.
+    """
+    now, defaults = options_of(settings), options_of(Settings())
+    swept = any("total_timesteps" in item for item in settings.run.sweep)
+    free = () if swept else ("total_timesteps",)
     for name in now:
-        if name != "total_timesteps" and _plain(saved.get(name)) != _plain(now[name]):
+        before = saved.get(name, defaults[name])
+        if name not in free and _plain(before) != _plain(now[name]):
             raise ConfigError(
-                f"--{name.replace('_', '-')} {now[name]}: {found.path} was trained with "
-                f"{saved.get(name)}, and only --total-timesteps can change"
+                f"--{name.replace('_', '-')} {now[name]}: {where} has {before}, and what is trained "
+                "cannot change but for --total-timesteps"
             )
 
 

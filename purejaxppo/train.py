@@ -238,7 +238,9 @@ class Trainer:
             placed = jax.device_put(self._padded(x), shape.sharding)
             if not _is_key(shape):
                 return placed
-            return jax.jit(jax.random.wrap_key_data)(placed)
+            kinds: list[Any] = []  # which only an array or a tracer says
+            jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), shape)
+            return jax.jit(functools.partial(jax.random.wrap_key_data, impl=kinds[0]))(placed)
 
         return jax.tree.map(put, states, shapes)
 
@@ -283,15 +285,19 @@ class Trainer:
         return jax.jit(sharded, **jit_options)
 
 
-def saved_shapes(setup: ppo.Setup, hyper: Hyper, num_runs: int) -> TrainState:
+def run_shapes(setup: ppo.Setup, hyper: Hyper) -> TrainState:
+    """Shapes of the state of one run on one device."""
+    return jax.eval_shape(functools.partial(ppo.init, setup), jax.random.key(0), hyper)
+
+
+def saved_shapes(run: PyTree, num_runs: int) -> PyTree:
     """Shapes [num_runs, ...] in which states are saved, however they lie on devices.
 
     Args:
-        setup: with all environments of a run.
+        run: `run_shapes` with all environments of a run, or a part of them.
     """
-    shapes = jax.eval_shape(functools.partial(ppo.init, setup), jax.random.key(0), hyper)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((num_runs, *x.shape), x.dtype), _numbers(shapes)
+        lambda x: jax.ShapeDtypeStruct((num_runs, *x.shape), x.dtype), _numbers(run)
     )
 
 

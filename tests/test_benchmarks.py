@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import brax_ppo, learning, optima
+from benchmarks import brax_ppo, budget, learning, optima, throughput
 from benchmarks.targets import SUITES, Target
 from purejaxppo import cli, envs
 from purejaxppo.config import load_settings, validate
@@ -88,3 +88,28 @@ def test_random_policies_are_measured():
     measured = learning.random_returns("Catch-bsuite", {})
     for mean, percentile in (measured["random"], measured["untrained"]):
         assert -1 < mean < percentile < 1
+
+
+@pytest.mark.parametrize("env", budget.ENVIRONMENTS)
+def test_what_is_compiled_has_not_grown(env):
+    before = budget.baseline(env)
+    if before is None:
+        pytest.skip("there are no counts for this version of JAX")
+    assert before["random_sites"] > 0
+    assert budget.grown(budget.count(env), before) == []
+
+
+def test_a_tenth_is_allowed():
+    assert budget.grown({"kernels": 110, "sorts": 0}, {"kernels": 100, "sorts": 0}) == []
+    assert budget.grown({"kernels": 111}, {"kernels": 100}) == ["kernels 100 -> 111"]
+
+
+def test_throughput_measures_every_part():
+    found = throughput.measure("CartPole-v1", num_envs=2, num_steps=8, repeats=2)
+    for part in ("iteration", "draw", "rollout", "advantages", "update"):
+        assert len(found[part]) == 2
+        assert min(found[part]) > 0
+    assert found["steps_per_second"] == pytest.approx(16 / np.median(found["iteration"]))
+    # 9,155 parameters, of which the layers after the first have a third product.
+    assert found["least_update"] < np.median(found["update"])
+    assert "| CartPole-v1 |" in throughput.table([found])

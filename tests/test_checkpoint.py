@@ -93,7 +93,7 @@ def copied(trained, tmp_path):
         ("--env Pendulum-v1 --normalize-observations --normalize-rewards", 32),
         ("--env FrozenLake-misc --reset-mode fresh --target-kl 0.001", 32),
         ("--num-seeds 3 --sweep learning_rate=1e-3,1e-2 --runs-per-block 2", 32),
-        ("--num-seeds 2 --sweep num_envs=2,4", 64),
+        ("--num-seeds 2 --sweep num_envs=2,4 --keep 1", 64),
         ("--shard environments --num-envs 8 --num-minibatches 1", 128),
         ("--desired-kl 0.01 --minibatches sequences --checkpoint-iterations 100", 32),
     ],
@@ -111,7 +111,7 @@ def test_n_and_n_iterations_are_2n(tmp_path, options, batch, capsys):
 
 def test_a_sweep_that_is_interrupted_while_it_is_extended(tmp_path, monkeypatch):
     """The first program's new rows come after those of the second, and stay."""
-    sweep = "--num-seeds 2 --sweep num_envs=2,4 --checkpoint-iterations 2".split()
+    sweep = ["--num-seeds", "2", "--sweep", "num_envs=2,4", "--checkpoint-iterations", "2"]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(whole, 16, *sweep, batch=64) == 0
     assert train(halves, 8, *sweep, batch=64) == 0
@@ -122,6 +122,36 @@ def test_a_sweep_that_is_interrupted_while_it_is_extended(tmp_path, monkeypatch)
     assert latest(halves, 1).iteration == 8
     assert resume(halves) == 0
     assert_same(halves, whole)
+
+
+def test_a_sweep_whose_first_program_lost_its_last_checkpoint(tmp_path):
+    """Its rows after the one before go, though the second program's came later."""
+    sweep = ["--num-seeds", "2", "--sweep", "num_envs=2,4", "--checkpoint-iterations", "3"]
+    path, whole = tmp_path / "run", tmp_path / "whole"
+    for each in (path, whole):
+        assert train(each, 8, *sweep, batch=64) == 0
+    shutil.rmtree(path / "checkpoints" / "0" / "16")
+    assert latest(path, 0).iteration == 15
+    assert resume(path) == 0
+    assert_same(path, whole)
+
+
+def test_what_was_said_once_is_said_again(tmp_path, capsys):
+    path = tmp_path / "run"
+    assert train(path, 4, "--anneal-clip-eps") == 0
+    for iterations in (8, 8):
+        assert resume(path, f"--total-timesteps|{iterations * PER_ITERATION}") == 0
+        assert "was to end at iteration 4: stretched" in capsys.readouterr().out
+
+
+def test_evaluations_keep_their_distance(tmp_path):
+    """By default a twentieth of the training, of that which was begun."""
+    path = tmp_path / "run"
+    words = "|".join([*SMALL.split(), "--no-anneal-learning-rate", "--eval-episodes", "2"])
+    assert run(words, f"--total-timesteps|{40 * PER_ITERATION}", "--run-dir", path) == 0
+    assert resume(path, f"--total-timesteps|{50 * PER_ITERATION}") == 0
+    found = [int(row["iteration"]) for row in rows(path / "evaluation.csv")]
+    assert found == list(range(2, 51, 2))
 
 
 def test_rows_have_no_gap_and_no_overlap_where_a_training_is_extended(tmp_path):
@@ -153,8 +183,17 @@ def test_nothing_left_to_do(copied, capsys):
     assert "nothing left to train" in shown
 
 
-def test_a_directory_without_checkpoint_begins_anew(copied, tmp_path):
+def test_results_without_a_checkpoint_are_not_thrown_away(copied, capsys):
     shutil.rmtree(copied / "checkpoints")
+    before = {file.name: file.read_bytes() for file in copied.iterdir()}
+    assert "has results, and no checkpoint to go on from" in refused(capsys, "--resume", copied)
+    assert before == {file.name: file.read_bytes() for file in copied.iterdir()}
+
+
+def test_a_training_killed_before_its_first_checkpoint_begins_anew(copied, tmp_path, capsys):
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "summary.json").unlink()
+    assert "--gamma 0.5: " in refused(capsys, "--resume", copied, "--gamma|0.5")
     whole = tmp_path / "whole"
     assert resume(copied, "--metrics-rows|3") == 0
     assert train(whole, 11, "--metrics-rows", "3") == 0
@@ -239,6 +278,50 @@ def wait_for(condition, process, seconds=120):
 def has_rows(run_dir, count=3):
     table = run_dir / "metrics.csv"
     return lambda: table.exists() and table.read_bytes().count(b"\n") > count
+
+
+MODULE = """
+import dataclasses
+import jax.numpy as jnp
+from purejaxppo.spaces import Box, Discrete
+from purejaxppo.types import TimeStep
+
+@dataclasses.dataclass  # which cannot be hashed
+class MyEnv:
+    action_space = Discrete(2)
+    observation_space = Box(0.0, 1.0, (1,))
+    max_episode_steps = 5
+    may_truncate = False
+
+    def reset(self, key):
+        return (key, jnp.zeros(2, jnp.bfloat16), jnp.zeros((0, 3))), jnp.zeros(1)
+
+    def step(self, key, state, action):
+        done = jnp.zeros((), bool)
+        return state, TimeStep(jnp.ones(1), action.astype(jnp.float32), done, done)
+"""
+
+
+def test_an_environment_of_ones_own(tmp_path, monkeypatch, capsys):
+    """With a typed key, bfloat16 and an empty array in its state; imported only when told so."""
+    (tmp_path / "mine_to_resume.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    name = "mine_to_resume:MyEnv"
+    assert train(tmp_path / "whole", 8, "--env", name) == 0
+    assert train(tmp_path / "halves", 4, "--env", name) == 0
+    more = f"--total-timesteps|{8 * PER_ITERATION}"
+    assert "would run the code of" in refused(capsys, "--resume", tmp_path / "halves", more)
+    assert resume(tmp_path / "halves", more, f"--env|{name}") == 0
+    assert_same(tmp_path / "halves", tmp_path / "whole")
+    arguments = [str(tmp_path / "whole"), "--episodes", "3"]
+    assert cli.evaluate_command(arguments) == 2
+    assert cli.evaluate_command([*arguments, "--env", name]) == 0
+
+
+def test_names_that_mean_something_to_the_terminal(tmp_path, capsys):
+    for name in ("a[/b]", "exp[lr=1]", "a:smile:b"):
+        assert train(tmp_path / name, 1) == 0
+        assert str(tmp_path / name) in capsys.readouterr().out.replace("\n", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -428,10 +511,12 @@ def test_two_processes_in_one_directory(copied, capsys):
 
 
 def test_rows_that_are_gone(copied, capsys):
-    os.truncate(copied / "metrics.csv", 100)
+    lines = (copied / "metrics.csv").read_text().splitlines(keepends=True)
+    (copied / "metrics.csv").write_text("".join([lines[0], *lines[2:]]))
     more = f"--total-timesteps|{16 * PER_ITERATION}"
-    assert resume(copied, more) == 2
-    assert "metrics.csv: has 100 bytes, and had" in capsys.readouterr().err
+    message = refused(capsys, "--resume", copied, more)
+    assert "metrics.csv: has 2 rows of run 0 up to its checkpoint, and had 3" in message
+    assert (copied / "metrics.csv").exists()
 
 
 def test_diverged_parameters_do_not_replace_good_ones(tmp_path, capsys):
@@ -610,6 +695,37 @@ def test_wrong_runs(swept, trained, tmp_path, capsys, monkeypatch):
     assert "there is no checkpoint yet" in error(tmp_path / "bare")
 
 
+def test_what_has_no_policy_is_left_out(tmp_path, monkeypatch, capsys):
+    """A sweep that was interrupted in its first program, and one of which a run diverged."""
+    monkeypatch.setenv("COLUMNS", "200")
+    path, other = tmp_path / "run", tmp_path / "other"
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "update", lambda *_: signal.raise_signal(signal.SIGTERM))
+        assert train(path, 8, "--sweep", "num_envs=2,4") == 128 + signal.SIGTERM
+    capsys.readouterr()
+    assert cli.evaluate_command([str(path), "--episodes", "2"]) == 0
+    assert "1 runs diverged or have not begun" in capsys.readouterr().out
+    assert cli.evaluate_command([str(path), "--run", "1"]) == 2
+    assert "there is no checkpoint of run 1, num_envs=4, seed 0 yet" in capsys.readouterr().err
+    assert train(other, 6, "--sweep", "learning_rate=1e-3,1e25") == 0
+    capsys.readouterr()
+    assert cli.evaluate_command([str(other), "--episodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "run 0, learning_rate=0.001" in shown
+    assert "1 runs diverged or have not begun" in shown
+
+
+def test_extract_the_best(swept, tmp_path, capsys):
+    best = purejaxppo.load_policy(swept, best=True).run
+    assert cli.extract_command([str(swept), "--best", "--output", str(tmp_path / "own")]) == 0
+    settings = yaml.safe_load((tmp_path / "own" / "config.yaml").read_text())
+    swept_rate = best.setting.swept["learning_rate"]
+    assert (settings["seed"], settings["learning_rate"]) == (best.seed, swept_rate)
+    both = [str(swept), "--run", "1", "--best", "--output", str(tmp_path / "x")]
+    assert cli.extract_command(both) == 2
+    assert "--run 1 and --best both say which run" in capsys.readouterr().err
+
+
 def test_the_best_run_is_the_one_with_the_highest_evaluation(swept):
     table = rows(swept / "evaluation.csv")
     best = max(table, key=lambda row: float(row["return_mean"]))
@@ -645,6 +761,8 @@ def test_nothing_is_pickled(swept, trained):
         (["--keep", "0"], "--resume: there are no checkpoints with --keep 0"),
         (["--config", "x.yaml"], "--config x.yaml: --resume"),
         (["--env", "Acrobot-v1"], "--env Acrobot-v1: "),
+        (["--backend", "spring"], "--backend spring: "),
+        (["--num-seeds", "2"], "--num-seeds 2: "),
         (["--gamma", "0.9"], "--gamma 0.9: "),
         (["--total-timesteps", "64"], "has already trained 352; give more"),
     ],

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from purejaxppo import cli, envs, host, loop, report
+from purejaxppo import cli, envs, host, loop, machine, report
 from purejaxppo.config import ConfigError, load_settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS

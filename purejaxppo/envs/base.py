@@ -90,9 +90,9 @@ class VectorState(struct.PyTreeNode):
     pool_index: Array  # [] int32, the pool's entry for the step that comes next
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Vectorized:
-    """A VectorEnvironment of N copies of an Environment.
+    """A VectorEnvironment of N copies of an Environment; equal where these are the same object.
 
     Attributes:
         reset_mode: "fresh" resets every environment at every step and keeps what is needed: exact
@@ -106,6 +106,15 @@ class Vectorized:
     num_envs: int
     reset_mode: Literal["pool", "fresh"] = "pool"
     pool_size: int = 8
+
+    def _identity(self) -> tuple[Any, ...]:
+        return id(self.env), self.num_envs, self.reset_mode, self.pool_size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vectorized) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
 
     @property
     def observation_space(self) -> Space:

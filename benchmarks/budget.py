@@ -1,0 +1,99 @@
+"""What a training is compiled to, in counts that no noise touches: a guard against backsliding.
+
+    python -m benchmarks.budget            # compares with the committed counts
+    python -m benchmarks.budget --write    # makes them the new ones
+
+A test fails where a count has grown by more than a tenth. Counts belong to a version of JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from purejaxppo.config import load_settings
+from purejaxppo.train import Plan, Trainer, make_setup, stack_hypers
+
+BASELINE = Path(__file__).parent / "results" / "budget.json"
+ALLOWED = 1.1
+ENVIRONMENTS = ("CartPole-v1", "Pendulum-v1")
+
+
+def count(env: str) -> dict[str, int]:
+    """Of the program of a chunk: traced equations and random sites, and what XLA made of them.
+
+    `kernels` are fusions, products, sorts and library calls: what is launched, on an accelerator.
+    """
+    settings = load_settings(env)
+    config = dataclasses.replace(settings.config, num_envs=8, num_steps=16, torso_layers=(8, 8))
+    trainer = Trainer(make_setup(config), Plan(num_runs=1, num_devices=1, block=1))
+    hypers = trainer.shard(stack_hypers([settings.hyper]))
+    start = (trainer.shard(np.zeros(1, np.uint32)), hypers, ())
+    states = trainer.sharded_like(jax.eval_shape(trainer.init, *start))
+    traced = trainer.chunk.trace(states, hypers, (np.int32(1), np.float32(1)))
+    equations = Counter(e.primitive.name for e in each_equation(traced.jaxpr.jaxpr))
+    text = traced.lower().compile().as_text()
+    instructions = Counter(re.findall(r"^\s+(?:ROOT )?%?\S+ = \S+ ([\w-]+)\(", text, re.MULTILINE))
+    kernels = ("fusion", "dot", "sort", "custom-call", "scatter", "call")
+    return {
+        "equations": equations.total(),
+        "random_sites": equations["random_bits"] + equations["threefry2x32"],
+        "kernels": sum(instructions[name] for name in kernels),
+        "sorts": instructions["sort"],
+        "loops": instructions["while"],
+    }
+
+
+def each_equation(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """Of a program and all within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr),
+        ):
+            if isinstance(inner, core.ClosedJaxpr):
+                inner = inner.jaxpr
+            if isinstance(inner, core.Jaxpr):
+                yield from each_equation(inner)
+
+
+def grown(now: dict[str, int], before: dict[str, int]) -> list[str]:
+    """The counts that are more than a tenth above the committed ones."""
+    return [
+        f"{name} {before[name]} -> {value}"
+        for name, value in now.items()
+        if value > ALLOWED * before[name]
+    ]
+
+
+def baseline(env: str) -> dict[str, int] | None:
+    """The committed counts of an environment with this version of JAX, if there are any."""
+    return json.loads(BASELINE.read_text()).get(jax.__version__, {}).get(env)
+
+
+def main() -> None:
+    """Compares, or writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
+    counts = {env: count(env) for env in ENVIRONMENTS}
+    for env, now in counts.items():
+        print(env, now, "before:", baseline(env) if BASELINE.exists() else None)
+    if write:
+        known = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+        BASELINE.write_text(json.dumps(known | {jax.__version__: counts}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Where the time of a training goes: compilation, first and later iterations, and the parts of one.
+
+    python -m benchmarks.throughput
+    python -m benchmarks.throughput --env brax/ant --num-envs 2048 --repeats 5
+    taskset -c 0 python -m benchmarks.throughput --env CartPole-v1 --num-envs 64   # one core
+
+One run on one device, with the environment's shipped settings. The parts are compiled by themselves,
+so they need not add up to an iteration, in which XLA may overlap and fuse them. Nothing else should
+be running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from purejaxppo import machine, ppo
+from purejaxppo.config import load_settings
+from purejaxppo.distributions import noise_size
+from purejaxppo.train import MAX_CHUNK, Plan, Trainer, as_arrays, make_setup, stack_hypers
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def measure(env: str, num_envs: int | None, num_steps: int | None, repeats: int) -> dict[str, Any]:
+    """All figures of one environment, times in seconds."""
+    settings = load_settings(env)
+    given = {"num_envs": num_envs, "num_steps": num_steps}
+    config = dataclasses.replace(settings.config, **{k: v for k, v in given.items() if v})
+    setup, hyper = make_setup(config), settings.hyper
+    found: dict[str, Any] = {
+        "env": env,
+        "num_envs": config.num_envs,
+        "num_steps": config.num_steps,
+        "device": machine.device_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": machine.versions(),
+    }
+    found |= whole(setup, hyper, repeats)
+    found["steps_per_second"] = config.batch_size / np.median(found["iteration"])
+    found |= parts(setup, hyper, repeats)
+    found |= roofline(setup)
+    found["fraction"] = found["least_update"] / np.median(found["update"])
+    found["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found
+
+
+def whole(setup: ppo.Setup, hyper: Any, repeats: int) -> dict[str, Any]:
+    """Compilation, the first iteration, and the time of one among many."""
+    trainer = Trainer(setup, Plan(num_runs=1, num_devices=1, block=1))
+    hypers = trainer.shard(stack_hypers([hyper]))
+    seeds = trainer.shard(np.zeros(1, np.uint32))
+    states = trainer.init(seeds, hypers, ())
+    shared = np.int32(1), np.float32(setup.config.iterations)
+    started = time.perf_counter()
+    lowered = trainer.chunk.lower(states, hypers, shared)
+    traced = time.perf_counter()
+    chunk = lowered.compile()
+    compiled = time.perf_counter()
+    states, _ = jax.block_until_ready(chunk(states, hypers, shared))
+    first = time.perf_counter() - compiled
+    count, seconds = 1, first
+    while seconds < 0.5 and count < MAX_CHUNK:  # so that launching costs nothing
+        count = min(2 * count, MAX_CHUNK)
+        states, seconds = timed_chunk(chunk, states, hypers, count, shared[1])
+    times = []
+    for _ in range(repeats):
+        states, seconds = timed_chunk(chunk, states, hypers, count, shared[1])
+        times.append(seconds / count)
+    memory = chunk.memory_analysis()
+    return {
+        "trace": traced - started,
+        "compile": compiled - traced,
+        "first_iteration": first,
+        "iteration": times,
+        "program_bytes": memory.temp_size_in_bytes + memory.argument_size_in_bytes,
+    }
+
+
+def timed_chunk(
+    chunk: Callable[..., Any], states: Any, hypers: Any, count: int, iterations: np.float32
+) -> tuple[Any, float]:
+    """The states after `count` iterations, and the seconds that they took."""
+    started = time.perf_counter()
+    states, _ = jax.block_until_ready(chunk(states, hypers, (np.int32(count), iterations)))
+    return states, time.perf_counter() - started
+
+
+def parts(setup: ppo.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
+    """Rollout, advantages and update, each as a program of its own, with its random numbers drawn."""
+    hyper = as_arrays(hyper)
+    remaining = jnp.ones(())
+    options = {}
+    if jax.default_backend() == "cpu":
+        options["compiler_options"] = {"xla_backend_optimization_level": 1}  # as in training
+
+    def compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+        return jax.jit(function, **options).lower(*arguments).compile()
+
+    state = compiled(lambda key: ppo.init(setup, key, hyper), jax.random.key(0))(jax.random.key(0))
+    draw = compiled(lambda key: ppo.draw(setup, key), jax.random.key(1))
+    draws = draw(jax.random.key(1))
+    rollout = compiled(lambda state, draws: ppo.rollout(setup, state, draws), state, draws)
+    after, data = rollout(state, draws)
+    advantages = compiled(
+        lambda state, data: ppo.advantages(setup, state, data, hyper), after, data
+    )
+    advantage = advantages(after, data)
+    update = compiled(
+        lambda state, data, advantage, order: ppo.update(
+            setup, state, data, advantage, hyper, remaining, order
+        ),
+        after, data, advantage, draws.order,
+    )  # fmt: skip
+    return {
+        "draw": timed(repeats, draw, jax.random.key(1)),
+        "rollout": timed(repeats, rollout, state, draws),
+        "advantages": timed(repeats, advantages, after, data),
+        "update": timed(repeats, update, after, data, advantage, draws.order),
+    }
+
+
+def timed(repeats: int, function: Callable[..., Any], *arguments: Any) -> list[float]:
+    """Seconds of calls, each of as many as make 0.1 s."""
+    started = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    count = max(1, int(0.1 / (time.perf_counter() - started)))
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for _ in range(count):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - started) / count)
+    return times
+
+
+def roofline(setup: ppo.Setup) -> dict[str, float]:
+    """The least time that the update of an iteration can take, at rates measured here and now.
+
+    Matrix products at the rate of a large one, activations at that of tanh, and bytes at that of a
+    copy: the samples once an epoch, parameters and Adam's moments once a minibatch, there and back.
+    """
+    config, env, agent = setup
+    shapes = jax.eval_shape(agent.init, jax.random.key(0), load_settings(config.env).hyper)
+    kernels = [x.shape for x in jax.tree.leaves(shapes) if len(x.shape) == 2]
+    samples = config.batch_size * config.update_epochs
+    # Forward, and both gradients; nobody needs the one of the observations.
+    features = {math.prod(env.observation_space.shape)}
+    products = sum(
+        2 * samples * math.prod(shape) * (2 if shape[0] in features else 3) for shape in kernels
+    )
+    torsos = 1 if config.shared_torso else 2
+    units = torsos * sum(config.torso_layers)
+    units += sum(config.policy_layers) + sum(config.value_layers)
+    params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    per_sample = math.prod(env.observation_space.shape) + 2 * noise_size(env.action_space) + 6
+    moved = 4 * samples * per_sample
+    moved += 2 * 4 * 3 * params * config.update_epochs * config.num_minibatches
+    rates = {
+        "matmul_rate": 2 * 1024**3 / once(lambda x: x @ x, jnp.ones((1024, 1024))),
+        "tanh_rate": 2**20 / once(jnp.tanh, jnp.linspace(-2, 2, 2**20)),
+        "copy_rate": 2 * 2**26 / once(lambda x: x + 1, jnp.ones(2**24)),
+    }
+    times = {
+        "least_products": products / rates["matmul_rate"],
+        "least_activations": units * samples / rates["tanh_rate"],
+        "least_bytes": moved / rates["copy_rate"],
+    }
+    return rates | times | {"least_update": sum(times.values())}
+
+
+def once(function: Callable[..., Any], argument: jax.Array) -> float:
+    """Seconds of a call, the median of nine."""
+    compiled = jax.jit(function).lower(argument).compile()
+    return float(np.median(timed(9, compiled, argument)))
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    first = results[0]
+    lines = [
+        "# Throughput",
+        "",
+        f"Made by `python -m benchmarks.throughput`: {first['device']}, {platform.machine()}, jax "
+        f"{first['versions']['jax']}; one run with the shipped settings. Medians, and the spread "
+        "(largest less smallest) of an iteration in per cent.",
+        "",
+        "| environment | cores | N x T | steps/s | trace, compile | first iteration | iteration "
+        "| spread | draw, rollout, advantages, update | peak memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        middle = np.median(r["iteration"])
+        spread = 100 * (max(r["iteration"]) - min(r["iteration"])) / middle
+        inside = ", ".join(
+            f"{1000 * np.median(r[part]):.2f}"
+            for part in ("draw", "rollout", "advantages", "update")
+        )
+        lines.append(
+            f"| {r['env']} | {r['cores']} | {r['num_envs']} x {r['num_steps']} "
+            f"| {r['steps_per_second']:,.0f} | {r['trace']:.1f} s, {r['compile']:.1f} s "
+            f"| {1000 * r['first_iteration']:.1f} ms | {1000 * middle:.2f} ms | {spread:.0f}% "
+            f"| {inside} ms | {r['peak_bytes'] / 2**30:.2f} GiB |"
+        )
+    lines += [
+        "",
+        "The least time an update can take: its matrix products at the rate of one of 1024 x 1024, "
+        "its activations at that of tanh, its bytes at that of a copy, all measured in the same run.",
+        "",
+        "| environment | cores | N x T | products, activations, bytes | least | measured | fraction |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        least = ", ".join(
+            f"{1000 * r[f'least_{part}']:.2f}" for part in ("products", "activations", "bytes")
+        )
+        lines.append(
+            f"| {r['env']} | {r['cores']} | {r['num_envs']} x {r['num_steps']} | {least} ms "
+            f"| {1000 * r['least_update']:.2f} ms | {1000 * np.median(r['update']):.2f} ms "
+            f"| {100 * r['fraction']:.0f}% |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measures, and writes `results/throughput.json` and `.md`; what is not asked for is kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--env", default="CartPole-v1")
+    parser.add_argument("--num-envs", type=int)
+    parser.add_argument("--num-steps", type=int)
+    parser.add_argument("--repeats", type=int, default=9)
+    given = parser.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)
+    result = measure(given.env, given.num_envs, given.num_steps, given.repeats)
+    stored = RESULTS / "throughput.json"
+    results = json.loads(stored.read_text()) if stored.exists() else []
+    same = ("env", "num_envs", "num_steps", "cores", "device")
+    results = [r for r in results if any(r[key] != result[key] for key in same)] + [result]
+    stored.write_text(json.dumps(results, indent=1) + "\n")
+    text = table(results)
+    stored.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
