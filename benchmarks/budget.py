@@ -43,7 +43,9 @@ def count(env: str) -> dict[str, int]:
     traced = trainer.chunk.trace(states, hypers, (np.int32(1), np.float32(1)))
     equations = Counter(e.primitive.name for e in each_equation(traced.jaxpr.jaxpr))
     text = traced.lower().compile().as_text()
-    instructions = Counter(re.findall(r"^\s+(?:ROOT )?%?\S+ = \S+ ([\w-]+)\(", text, re.MULTILINE))
+    # name = shape opcode(...), where the shape may be a tuple.
+    opcodes = re.findall(r"^\s+(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE)
+    instructions = Counter(opcodes)
     kernels = ("fusion", "dot", "sort", "custom-call", "scatter", "call")
     return {
         "equations": equations.total(),

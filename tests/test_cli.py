@@ -195,7 +195,7 @@ def test_environments_divided_among_devices(tmp_path, capsys):
     )  # fmt: skip
     assert status == 0
     devices = len(jax.devices())
-    assert f"{devices} x cpu (cpu), which share the environments" in capsys.readouterr().out
+    assert f"{devices} x {machine.device_name()}, which share the" in capsys.readouterr().out
     (evaluation,) = rows(path / "evaluation.csv")
     assert evaluation["episodes"] == "11"
     table = rows(path / "metrics.csv")
