@@ -19,7 +19,7 @@ from purejaxppo import envs, report, rundir
 from purejaxppo.config import ConfigError, Settings
 from purejaxppo.display import Display
 from purejaxppo.host import train
-from purejaxppo.policy import load_policies, load_policy, play
+from purejaxppo.policy import load_all_policies, load_policy, play
 from purejaxppo.rundir import RunDirectory
 
 _DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuration of the environment
@@ -96,24 +96,14 @@ def evaluate_command(arguments: list[str]) -> int:
     best = "parameters with the best evaluation, not the latest"
     parser = _parser("evaluate", evaluate_command, 1000, best)
     given = _checked(parser.parse_args(arguments))
-    directory = RunDirectory.open(given.run_dir, given.env)
     if given.run is not None:
-        program, place = directory.place(directory.choose(given.run, given.best))
-        chosen = [(program, [place])]
+        policies, left_out = [load_policy(given.run_dir, given.run, given.best, given.env)], 0
     else:
-        chosen = [(number, range(len(runs))) for number, runs in enumerate(directory.programs)]
-        chosen = [each for each in chosen if directory.has_begun(each[0])] or chosen[:1]
-    policies = [
-        policy
-        for program, places in chosen
-        for policy in load_policies(directory, program, places, given.best)
-    ]
-    known = [policy for policy in policies if policy is not None]
-    if not known:
-        raise ConfigError(f"{directory.path}: diverged")
+        directory = RunDirectory.open(given.run_dir, given.env)
+        policies = load_all_policies(directory, given.best)
+        left_out = len(directory.numbers) - len(policies)
     Display().played(
-        [(p, play(p, given.episodes, given.seed, given.sampled)) for p in known],
-        left_out=len(directory.numbers) - len(known) if given.run is None else 0,
+        [(p, play(p, given.episodes, given.seed, given.sampled)) for p in policies], left_out
     )
     return 0
 

@@ -31,6 +31,7 @@ from purejaxppo.train import (
     make_footprint,
     make_plan,
     make_setup,
+    nbytes,
     run_shapes,
     saved_shapes,
     stack_hypers,
@@ -138,9 +139,9 @@ class Training:
 
     def _fit_into(self, memory: Memory) -> None:
         """Smaller blocks where these runs would not fit."""
-        on_host = self.options.keep > 0 and not memory.per_device
-        copies = jax.process_count() if on_host else 0
-        footprint = make_footprint(self.trainer.setup, self.plan, self._shapes, copies)
+        footprint = make_footprint(
+            self.trainer.setup, self.plan, self._shapes, self._saved_bytes // len(self.runs)
+        )
         room = memory.of(self.plan.num_devices * self.plan.shards)
         plan = fit(self.plan, footprint, room)
         self.expected_bytes = footprint.total(plan or self.plan)
@@ -156,6 +157,14 @@ class Training:
                 "--memory-limit"
             )
         self._lay_out(plan)
+
+    @property
+    def _saved_bytes(self) -> int:
+        """Of host memory for a checkpoint, where devices have none of their own."""
+        if not self.options.keep or jax.default_backend() != "cpu":
+            return 0
+        best = nbytes(self._policy_of(self._whole))  # there, and on its way
+        return (nbytes(self._whole) + 2 * best) * jax.process_count()
 
     @property
     def num_params(self) -> int:
@@ -252,7 +261,8 @@ class Training:
             size = max(size, needed)
         if jax.default_backend() != "cpu":
             return f"{gib(size)} of memory a device"
-        return f"{gib(size * self.plan.num_devices * self.plan.shards + resident_bytes())} of memory in all"
+        arrays = size * self.plan.num_devices * self.plan.shards + self._saved_bytes
+        return f"{gib(arrays + resident_bytes())} of memory in all"
 
     def _train(self) -> None:
         total, every = self.config.iterations, self._every
@@ -357,9 +367,14 @@ class Training:
         episodes = jax.tree.map(lambda x: x.reshape(wanted[0], -1)[:, : wanted[1]], episodes)
         env_steps = self.iteration * self.config.batch_size
         returns = self._evaluations.add(episodes, self.iteration, env_steps)
-        policy = self._policy_of(self._states)
-        policy = self.trainer.fetch_whole(policy, self._policy_of(self._whole))
-        self._best.update(policy, self.iteration, np.where(np.isnan(returns), -np.inf, returns))
+        if self.options.keep:
+            score = np.where(np.isnan(returns), -np.inf, returns)
+            self._best.update(self._fetch_policies(), self.iteration, score)
+
+    def _fetch_policies(self) -> dict[str, PyTree]:
+        """Host arrays [R, ...] of what acts now."""
+        states, whole = self._policy_of(self._states), self._policy_of(self._whole)
+        return self.trainer.fetch_whole(states, whole)
 
     def _draw(self) -> None:
         """A video of the first run as it is now."""

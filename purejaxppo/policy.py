@@ -101,7 +101,7 @@ def load_policy(
     directory = RunDirectory.open(run_dir, env)
     number = directory.choose(run, best)
     program, place = directory.place(number)
-    (policy,) = load_policies(directory, program, [place], best)
+    (policy,) = _load(directory, program, [place], best)
     if policy is None:
         help = "" if best else "; --best has the last parameters that were good, if any"
         raise ConfigError(
@@ -110,14 +110,30 @@ def load_policy(
     return policy
 
 
-def load_policies(
-    directory: RunDirectory, program: int, places: Iterable[int], best: bool
-) -> Iterator[Policy | None]:
-    """The policies of runs by their places in a program; None of one that diverged.
+def load_all_policies(directory: RunDirectory, best: bool) -> list[Policy]:
+    """Of all runs but those that diverged or have not begun.
 
     Raises:
-        ConfigError: as `load_policy`.
+        ConfigError: that leaves none, or as `load_policy`.
     """
+    begun = [i for i in range(len(directory.programs)) if directory.has_begun(i)]
+    if not begun:
+        raise ConfigError(f"{directory.path}: there is no checkpoint yet")
+    loaded = [
+        policy
+        for program in begun
+        for policy in _load(directory, program, range(len(directory.programs[program])), best)
+        if policy is not None
+    ]
+    if not loaded:
+        raise ConfigError(f"{directory.path}: all runs diverged")
+    return loaded
+
+
+def _load(
+    directory: RunDirectory, program: int, places: Iterable[int], best: bool
+) -> Iterator[Policy | None]:
+    """The policies of runs by their places in a program; None of one that diverged."""
     runs = directory.programs[program]
     found, config = directory.latest(program), runs[0].setting.config
     env = envs.make(config.env, config.env_options)

@@ -131,11 +131,11 @@ class Footprint:
         return (plan.padded * self.held + plan.num_devices * plan.block * self.work) * plan.shards
 
 
-def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree, copies: int = 0) -> Footprint:
+def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree, saved: int = 0) -> Footprint:
     """The footprint of a run whose states have these shapes, of all that the plan computes.
 
     Args:
-        copies: of the states, on their way to a checkpoint.
+        saved: bytes of a run that are on their way to a checkpoint.
 
     How often rollout, state and activations are there at a time was read off compiled programs.
     """
@@ -149,7 +149,7 @@ def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree, copies: int = 0
     units += sum(config.policy_layers) + sum(config.value_layers) + noise_size(env.action_space) + 1
     activations = 4 * units * config.batch_size // config.num_minibatches
     metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
-    held = (2 + copies) * state + metrics
+    held = 2 * state + metrics + saved // plan.shards
     return Footprint(held, int(2.5 * rollout + 2 * (state + pool) + 2.5 * activations))
 
 

@@ -216,7 +216,9 @@ def test_memory_decides_the_block(monkeypatch):
 
     whole = planned(2**40)
     assert whole.plan.block == 4
-    footprint = make_footprint(whole.trainer.setup, whole.plan, whole._shapes, copies=1)
+    footprint = make_footprint(
+        whole.trainer.setup, whole.plan, whole._shapes, whole._saved_bytes // 8
+    )
     for block in (4, 2, 1):
         size = footprint.total(Plan(8, 1, block))
         training = planned(size)
