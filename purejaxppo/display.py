@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -117,21 +118,23 @@ class Display:
         Args:
             left_out: runs that have none.
         """
-        table = Table(title=f"{len(episodes[0][1].ended)} episodes a run")
-        for column in ("run", "return", "std", "95% interval", "min", "max", "length"):
-            table.add_column(column, justify="right", no_wrap=True)
+        after = sorted({policy.iteration for policy, _ in episodes})
+        last = f" ... {after[-1]:,}" if len(after) > 1 else ""
+        title = f"{len(episodes[0][1].ended)} episodes a run, after iteration {after[0]:,}{last}"
+        table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        for column in ("", "return", "std", "95% interval", "range", "length"):
+            table.add_column(column, justify="right", overflow="fold")
         unfinished = 0
         for policy, played in episodes:
             score, length = (np.asarray(x)[played.ended] for x in (played.score, played.length))
             unfinished += int((~played.ended).sum())
-            cells = ["no episode ended"] + [""] * 5
+            cells = ["no episode ended"] + [""] * 4
             if len(score):
                 low, high = bootstrap_interval(score)
                 cells = [f"{x:.2f}" for x in (score.mean(), score.std())]
-                cells += [f"{low:.2f} ... {high:.2f}", f"{score.min():.2f}", f"{score.max():.2f}"]
-                cells += [f"{length.mean():.1f} ({length.min()} ... {length.max()})"]
-            name = f"{policy.run.name}, iteration {policy.iteration:,}"
-            table.add_row(escape(name), *cells)
+                cells += [f"{low:.4g} ... {high:.4g}", f"{score.min():g} ... {score.max():g}"]
+                cells += [f"{length.mean():.1f}, {length.min()} ... {length.max()}"]
+            table.add_row(escape(policy.run.name), *cells)
         self._console.print(table)
         if left_out:
             self._console.print(f"{left_out} runs diverged or have not begun")

@@ -674,7 +674,7 @@ def test_evaluate(swept, capsys, monkeypatch):
     assert f"iteration {best['iteration']}" in shown(capsys, swept, "--run", "1", "--best")
     played = play(purejaxppo.load_policy(swept, run=1), 40)
     assert f"{played.score.mean():.2f}" in first
-    assert f"({played.length.min()} ... {played.length.max()})" in first
+    assert f", {played.length.min()} ... {played.length.max()}" in first
 
 
 def test_wrong_runs(swept, trained, tmp_path, capsys, monkeypatch):
