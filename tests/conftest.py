@@ -20,3 +20,9 @@ jax.devices()  # or a test that trains one run would come first, and leave one d
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     monkeypatch.setattr(envs, "_REGISTRY", dict(envs._REGISTRY))
+
+
+def pytest_collection_modifyitems(items):
+    """The longest first, or one worker would wait for them in the end."""
+    longest = ("killed_twenty_times", "two_processes_of_two", "one_process_less_cache")
+    items.sort(key=lambda item: not any(name in item.name for name in longest))

@@ -89,7 +89,6 @@ def copied(trained, tmp_path):
 @pytest.mark.parametrize(
     ("options", "batch"),
     [
-        ("--gamma 0.98", 32),
         ("--env Pendulum-v1 --normalize-observations --normalize-rewards", 32),
         ("--env FrozenLake-misc --reset-mode fresh --target-kl 0.001", 32),
         ("--num-seeds 3 --sweep learning_rate=1e-3,1e-2 --runs-per-block 2", 32),
@@ -109,31 +108,37 @@ def test_n_and_n_iterations_are_2n(tmp_path, options, batch, capsys):
     assert_same(halves, whole)
 
 
-def test_a_sweep_that_is_interrupted_while_it_is_extended(tmp_path, monkeypatch):
+TWO_PROGRAMS = ["--num-seeds", "2", "--sweep", "num_envs=2,4", "--checkpoint-iterations", "3"]
+
+
+@pytest.fixture(scope="module")
+def two_programs(tmp_path_factory):
+    """A sweep of two programs, of 32 and of 16 iterations."""
+    path = tmp_path_factory.mktemp("checkpoint") / "two"
+    assert train(path, 16, *TWO_PROGRAMS, batch=64) == 0
+    return path
+
+
+def test_a_sweep_that_is_interrupted_while_it_is_extended(tmp_path, monkeypatch, two_programs):
     """The first program's new rows come after those of the second, and stay."""
-    sweep = ["--num-seeds", "2", "--sweep", "num_envs=2,4", "--checkpoint-iterations", "2"]
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert train(whole, 16, *sweep, batch=64) == 0
-    assert train(halves, 8, *sweep, batch=64) == 0
+    halves = tmp_path / "halves"
+    assert train(halves, 8, *TWO_PROGRAMS, batch=64) == 0
     with monkeypatch.context() as patch:
         patch.setattr(Display, "update", lambda *_: signal.raise_signal(signal.SIGTERM))
         assert resume(halves, f"--total-timesteps|{16 * 64}") == 128 + signal.SIGTERM
     assert 16 < latest(halves, 0).iteration < 32
     assert latest(halves, 1).iteration == 8
     assert resume(halves) == 0
-    assert_same(halves, whole)
+    assert_same(halves, two_programs)
 
 
-def test_a_sweep_whose_first_program_lost_its_last_checkpoint(tmp_path):
+def test_a_sweep_whose_first_program_lost_its_last_checkpoint(tmp_path, two_programs):
     """Its rows after the one before go, though the second program's came later."""
-    sweep = ["--num-seeds", "2", "--sweep", "num_envs=2,4", "--checkpoint-iterations", "3"]
-    path, whole = tmp_path / "run", tmp_path / "whole"
-    for each in (path, whole):
-        assert train(each, 8, *sweep, batch=64) == 0
-    shutil.rmtree(path / "checkpoints" / "0" / "16")
-    assert latest(path, 0).iteration == 15
+    path = shutil.copytree(two_programs, tmp_path / "run")
+    shutil.rmtree(path / "checkpoints" / "0" / "32")
+    assert latest(path, 0).iteration == 30
     assert resume(path) == 0
-    assert_same(path, whole)
+    assert_same(path, two_programs)
 
 
 def test_what_was_said_once_is_said_again(tmp_path, capsys):
@@ -355,7 +360,13 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, ca
 def test_killed_twenty_times_and_yet_the_same(tmp_path):
     """SIGKILL at random moments, half of them inside a save."""
     path, whole = tmp_path / "killed", tmp_path / "whole"
-    options = ["--no-anneal-learning-rate", "--checkpoint-iterations", "100", "--eval-every", "0"]
+    options = [
+        "--no-anneal-learning-rate",
+        "--checkpoint-iterations",
+        "100",
+        "--eval-episodes",
+        "0",
+    ]
     options += ["--metrics-rows", "0"]
     rng, inside, reached = random.Random(0), 0, 0
     saved = path / "checkpoints" / "0"
