@@ -26,6 +26,13 @@ REFUSED = [
     name for name in envs.list_environments() if "/" not in name and name not in sketches.SKETCHES
 ]
 
+# One of each kind is drawn every time, the others with `-m slow`.
+KINDS = {
+    "CartPole-v1", "Acrobot-v1", "Breakout-MinAtar", "FourRooms-misc", "Catch-bsuite",
+    "Reacher-misc", "Pong-misc",
+}  # fmt: skip
+FILMS = [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in DRAWN]
+
 
 def make_policy(name, **env_args):
     config = Config(env=name, env_args=tuple(env_args.items()))
@@ -55,7 +62,7 @@ def middle_of(image, colour):
     return places.mean(0) if len(places) else None
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", FILMS)
 def test_frames_show_something_that_changes(name, tmp_path):
     policy = make_policy(name, max_steps_in_episode=14)
     render.check_drawable(policy.env, name)
