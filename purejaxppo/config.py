@@ -179,7 +179,7 @@ class RunOptions:
     samples: int | None = None
     """Random samples of what is swept over a range."""
     deterministic: bool = False
-    """Same bits every time on a GPU too, which without it only CPUs promise; slower."""
+    """Ask XLA for deterministic operations on a GPU, where this has never been run; CPUs need none."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
 

@@ -29,7 +29,7 @@ from purejaxppo.sketches import INK, PAPER, Sketch, sketch_of
 from purejaxppo.stats import Moments
 from purejaxppo.types import Episode, PyTree
 
-MAX_FRAMES = 500  # of a film: at most 6 MB as a GIF
+MAX_FRAMES = 500  # of a film, or a GIF would be large
 _DELAY = 0.04  # seconds that a frame is shown at least; below, viewers of GIFs go their own way
 _HOLD = 1.0  # seconds for the last frame of an episode
 
