@@ -1,29 +1,28 @@
-"""The same CartPole training by rejax, run with an interpreter that has rejax installed.
+"""A training by rejax, run with an interpreter that has rejax installed.
 
-    python peer_rejax.py NUM_ENVS ITERATIONS REPEATS [RUNS]
+    python peer_rejax.py '{"env": "CartPole-v1", "num_envs": 4, "num_steps": 128, "iterations": 100,
+        "num_runs": 1}'
 
-Prints the steps per second of each repeat after the first, with compilation left out, of all runs
-together where it is vmapped over several seeds.
+Prints the steps per second of all runs together, compilation left out.
 """
 
+import json
 import sys
 import time
 
 import jax
 import rejax  # pyright: ignore[reportMissingImports]
 
-NUM_STEPS = 128
-
 
 def main() -> None:
     """Trains without any evaluation, the initial one included."""
-    num_envs, iterations, repeats, *rest = map(int, sys.argv[1:])
-    num_runs = rest[0] if rest else 1
-    steps = num_envs * NUM_STEPS * iterations
+    task = json.loads(sys.argv[1])
+    num_runs = task["num_runs"]
+    steps = task["num_envs"] * task["num_steps"] * task["iterations"]
     algorithm = rejax.get_algo("ppo").create(
-        env="CartPole-v1",
-        num_envs=num_envs,
-        num_steps=NUM_STEPS,
+        env=task["env"],
+        num_envs=task["num_envs"],
+        num_steps=task["num_steps"],
         num_epochs=4,
         num_minibatches=4,
         total_timesteps=steps,
@@ -32,13 +31,12 @@ def main() -> None:
         agent_kwargs={"hidden_layer_sizes": (64, 64), "activation": "tanh"},
     )
     algorithm = algorithm.replace(eval_callback=lambda *_: ())
-    train = jax.jit(jax.vmap(algorithm.train) if rest else algorithm.train)
-    for repeat in range(repeats):
-        started = time.perf_counter()
-        key = jax.random.key(repeat)
-        jax.block_until_ready(train(jax.random.split(key, num_runs) if rest else key))
-        if repeat:
-            print(num_runs * steps / (time.perf_counter() - started), flush=True)
+    keys = jax.random.key(0) if num_runs == 1 else jax.random.split(jax.random.key(0), num_runs)
+    train = jax.jit(algorithm.train if num_runs == 1 else jax.vmap(algorithm.train))
+    compiled = train.lower(keys).compile()
+    started = time.perf_counter()
+    jax.block_until_ready(compiled(keys))
+    print(num_runs * steps / (time.perf_counter() - started))
 
 
 if __name__ == "__main__":

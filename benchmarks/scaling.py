@@ -1,15 +1,18 @@
-"""Many runs at once: beside rejax vmapped over the same seeds, from 1 to 256 runs, and over devices.
+"""What more runs, environments, steps and devices cost.
 
-    python -m benchmarks.scaling --peer-python /path/to/venv/bin/python
+    python -m benchmarks.scaling
+    python -m benchmarks.scaling --only runs --only environments --repeats 1
 
-The peer's interpreter needs `rejax` and the gymnax it works with (0.0.9). CartPole-v1, 4
-environments, as in `benchmarks.speed`, on all cores. Nothing else should be running.
+CartPole-v1 as in `benchmarks.compare`, on all cores. Nothing else should be running.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -17,77 +20,76 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from benchmarks.speed import PEER, RESULTS, SETTINGS, row
+from benchmarks.compare import NUM_STEPS, RESULTS, Work, our_command
+from purejaxppo import machine
 
-NUM_ENVS, STEPS = 4, 4 * 128
-RUNS = (1, 2, 4, 16, 64, 256)
+RUNS = (1, 2, 4, 16, 64, 256, 1024, 4096)
+ENVIRONMENTS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+STEPS = (500_000, 1_000_000, 2_000_000, 4_000_000)
 DEVICES = (1, 2, 4, 8)
 RUNS_A_DEVICE = 8
+SHORT, LONG = 500_000, 50_000_000
 
 
-def ours(num_runs: int, iterations: int, devices: int | None = None) -> float:
-    """Steps per second of all runs together, compilation left out."""
+def train(work: Work, iterations: int, devices: int | None = None) -> dict[str, float]:
+    """Seconds of training without compilation, steps, and peak bytes of memory of one command."""
     environment = dict(os.environ)
     if devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name) / "run"
-        command = [sys.executable, "-m", "purejaxppo.run", *SETTINGS, "--run-dir", str(run_dir)]
-        command += ["--num-envs", str(NUM_ENVS), "--total-timesteps", str(STEPS * iterations)]
-        command += ["--num-seeds", str(num_runs), "--metrics-rows", "10"]
-        subprocess.run(command, check=True, capture_output=True, env=environment)
-        return json.loads((run_dir / "summary.json").read_text())["steps_per_second"]
+        command = [*our_command(work, iterations, run_dir), "--metrics-rows", "10"]
+        peak, _ = watched(command, environment)
+        speed = json.loads((run_dir / "summary.json").read_text())["steps_per_second"]
+    steps = work.num_runs * work.num_envs * NUM_STEPS * iterations
+    return {"seconds": steps / speed, "steps": steps, "peak_bytes": peak}
 
 
-def rejax(peer: str, num_runs: int, iterations: int) -> float:
-    """The same by rejax."""
-    command = [peer, PEER, str(NUM_ENVS), str(iterations), "2", str(num_runs)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(done.stdout)
+def watched(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Peak bytes of memory of a command that must succeed, and what it printed."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    shown = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, shown
+    return 1024 * usage.ru_maxrss, shown
 
 
-def beside_rejax(peer: str, repeats: int) -> list[str]:
-    """16 runs, in turn."""
-    pairs = [(ours(16, 500), rejax(peer, 16, 500)) for _ in range(repeats)]
-    mine, theirs = (list(speeds) for speeds in zip(*pairs, strict=True))
-    return [
-        "| 16 runs | steps/s, median | range | ratio to rejax |",
-        "|---|---|---|---|",
-        row("ours", mine, theirs, "{:,.0f}"),
-        row("rejax, vmapped over the seeds", theirs, theirs, "{:,.0f}"),
-    ]
+def over_runs() -> dict[int, dict[str, float]]:
+    """One program that trains more and more runs of 4 environments."""
+    works = {n: Work("CartPole-v1", 4, {}, num_runs=n) for n in RUNS}
+    return {n: train(work, max(4, min(4000, 16_000 // n))) for n, work in works.items()}
 
 
-def over_runs(repeats: int) -> list[str]:
-    """Time that a run costs, as more of them are trained together."""
-    speeds: dict[int, list[float]] = {n: [] for n in RUNS}
-    for _ in range(repeats):
-        for n in RUNS:
-            speeds[n].append(ours(n, max(100, 8000 // n)))
-    medians = {n: statistics.median(values) for n, values in speeds.items()}
-    lines = ["| runs | steps/s | time a run, relative to 16 |", "|---|---|---|"]
-    for n, speed in medians.items():
-        lines.append(f"| {n} | {speed:,.0f} | {medians[16] / speed:.2f} |")
-    return lines
+def over_environments() -> dict[int, dict[str, float]]:
+    """One run with more and more environments."""
+    works = {n: Work("CartPole-v1", n, {}) for n in ENVIRONMENTS}
+    return {n: train(work, max(4, min(4000, 16_000 // n))) for n, work in works.items()}
 
 
-def over_devices(repeats: int) -> list[str]:
+def over_steps() -> dict[int, dict[str, float]]:
+    """One run of 64 environments that trains longer and longer."""
+    work = Work("CartPole-v1", 64, {})
+    return {n: train(work, work.iterations(n)) for n in STEPS}
+
+
+def over_devices() -> dict[int, dict[str, float]]:
     """Weak scaling: as many runs on every virtual device."""
-    speeds = {
-        d: statistics.median(ours(RUNS_A_DEVICE * d, 500, d) for _ in range(repeats))
-        for d in DEVICES
-    }
-    lines = ["| devices | runs | steps/s | relative to 1 |", "|---|---|---|---|"]
-    for devices, speed in speeds.items():
-        lines.append(
-            f"| {devices} | {RUNS_A_DEVICE * devices} | {speed:,.0f} | {speed / speeds[1]:.2f} |"
-        )
-    return lines
+    works = {d: Work("CartPole-v1", 4, {}, num_runs=RUNS_A_DEVICE * d) for d in DEVICES}
+    return {d: train(work, 1000, d) for d, work in works.items()}
 
 
-def memory() -> list[str]:
+def memory_over_steps() -> dict[int, dict[str, float]]:
+    """One run, a hundred times longer."""
+    work = Work("CartPole-v1", 64, {})
+    return {n: train(work, work.iterations(n)) for n in (SHORT, LONG)}
+
+
+def memory_of_a_thousand() -> dict[str, Any]:
     """A thousand runs in 8 GiB: what was planned and what was taken, and what one block would take."""
     options = [
         "--env", "Breakout-MinAtar", "--num-envs", "64", "--num-steps", "128", "--num-minibatches",
@@ -95,55 +97,136 @@ def memory() -> list[str]:
         "--num-seeds", "1000", "--memory-limit", "8GiB",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "purejaxppo.run", *options, "--run-dir", f"{name}/run"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        shown = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        assert status == 0, shown
+        command = [sys.executable, "-m", "purejaxppo.run", *options, "--run-dir"]
+        peak, shown = watched([*command, f"{name}/run"], dict(os.environ))
         (planned,) = re.findall(r"([\d.]+) GiB of memory in all", shown)
         refused = subprocess.run(
-            [*command[:-1], f"{name}/other", "--runs-per-block", "500"],
-            capture_output=True,
-            text=True,
+            [*command, f"{name}/other", "--runs-per-block", "500"], capture_output=True, text=True
         )
-    return [
-        f"1,000 runs of Breakout-MinAtar (64 environments x 128 steps) with `--memory-limit 8GiB`: "
-        f"planned {planned} GiB, peak {usage.ru_maxrss / 2**20:.2f} GiB. In one block on each device, "
-        f"status {refused.returncode}:",
-        "",
-        f"    {refused.stderr.strip()}",
+    return {
+        "planned_gib": float(planned),
+        "peak_gib": peak / 2**30,
+        "refused_with": refused.returncode,
+        "refused": refused.stderr.strip(),
+    }
+
+
+PARTS: dict[str, tuple[Callable[[], dict[Any, Any]], str]] = {
+    "runs": (over_runs, "As more runs of 4 environments are trained by one program"),
+    "environments": (over_environments, "As one run has more environments"),
+    "steps": (over_steps, "As one run of 64 environments trains longer, in steps"),
+    "devices": (over_devices, f"{RUNS_A_DEVICE} runs on each of more virtual devices"),
+    "memory": (memory_over_steps, "Memory of one run that trains longer, in steps"),
+    "thousand": (memory_of_a_thousand, ""),
+}
+
+
+def medians(found: list[dict[str, dict[str, float]]]) -> dict[int, dict[str, float]]:
+    """Over repetitions; sizes as numbers, since JSON has none as keys."""
+    return {
+        int(n): {key: statistics.median(f[n][key] for f in found) for key in found[0][n]}
+        for n in found[0]
+    }
+
+
+def growth(points: dict[int, dict[str, float]]) -> dict[int, float]:
+    """By how much a doubling multiplies the time of the same iterations, from one size to the next.
+
+    That is 2 where cost is linear. Of iterations as many as were run, which differs.
+    """
+    found, sizes = {}, list(points)
+    for before, n in itertools.pairwise(sizes):
+        per_step = [points[size]["seconds"] / points[size]["steps"] for size in (before, n)]
+        doublings = math.log2(n / before)
+        found[n] = 2 * (per_step[1] / per_step[0]) ** (1 / doublings)
+    return found
+
+
+def rows(part: str, points: dict[int, dict[str, float]]) -> list[str]:
+    """A table of one part."""
+    lines = [
+        f"| {part} | steps/s | a doubling multiplies time by | peak memory |",
+        "|---|---|---|---|",
     ]
+    grown = growth(points)
+    for n, point in points.items():
+        doubled = f"{grown[n]:.2f}" if n in grown else ""
+        lines.append(
+            f"| {n:,} | {point['steps'] / point['seconds']:,.0f} | {doubled} "
+            f"| {point['peak_bytes'] / 2**30:.2f} GiB |"
+        )
+    return lines
+
+
+def page(results: dict[str, Any]) -> str:
+    """All parts as Markdown."""
+    about = next(iter(results.values()))
+    lines = [
+        "# Scaling",
+        "",
+        "Made by `python -m benchmarks.scaling`: CartPole-v1, 128 steps, 4 epochs of 4 minibatches, two "
+        f"networks of 2 x 64; {about['device']} ({platform.machine()}), {about['cores']} cores, jax "
+        f"{about['versions']['jax']}, {about['date']}. Medians, compilation left out.",
+        "",
+        "![time against runs, environments and steps](scaling.png)",
+    ]
+    for part, result in results.items():
+        if part == "thousand":
+            (found,) = result["found"]
+            lines += [
+                "",
+                "1,000 runs of Breakout-MinAtar (64 environments x 128 steps) with `--memory-limit "
+                f"8GiB`: planned {found['planned_gib']:.2f} GiB, peak {found['peak_gib']:.2f} GiB. In "
+                f"one block on each device, status {found['refused_with']}:",
+                "",
+                f"    {found['refused']}",
+            ]
+            continue
+        lines += ["", f"{PARTS[part][1]}:", "", *rows(part, medians(result["found"]))]
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Time of a million steps against the size, of each part that has sizes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    drawn = [part for part in ("runs", "environments", "steps", "devices") if part in results]
+    figure, axes = plt.subplots(1, len(drawn), figsize=(3.2 * len(drawn), 2.8), squeeze=False)
+    for axis, part in zip(axes[0], drawn, strict=True):
+        points = medians(results[part]["found"])
+        each = [1e6 * point["seconds"] / point["steps"] for point in points.values()]
+        axis.plot(list(points), each, marker="o")
+        axis.set(xscale="log", xlabel=part, ylabel="seconds a million steps", ylim=(0, None))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    """Measures and writes `results/scaling.md`."""
+    """Measures, and writes `results/scaling.json`, `.md` and `.png`; what is not asked for is kept."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer-python", required=True, help="interpreter that has rejax")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
-    lines = [
-        "# Many runs at once",
-        "",
-        "Made by `python -m benchmarks.scaling`: CartPole-v1, 4 environments x 128 steps, 4 epochs of 4 "
-        f"minibatches, two networks of 2 x 64, {cores} cores ({platform.machine()}), medians of "
-        f"{arguments.repeats}, compilation left out.",
-        "",
-        *beside_rejax(arguments.peer_python, arguments.repeats),
-        "",
-        "As more runs are trained by one program:",
-        "",
-        *over_runs(arguments.repeats),
-        "",
-        f"As many runs on each of more virtual devices, on {cores} cores:",
-        "",
-        *over_devices(arguments.repeats),
-        "",
-        *memory(),
-    ]
-    text = "\n".join(lines) + "\n"
-    (RESULTS / "scaling.md").write_text(text)
+    parser.add_argument("--only", action="append", choices=PARTS)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    stored = RESULTS / "scaling.json"
+    results = json.loads(stored.read_text()) if stored.exists() else {}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "device": machine.device_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": machine.versions(),
+    }
+    for part in given.only or PARTS:
+        once = part in ("memory", "thousand")
+        found = [PARTS[part][0]() for _ in range(1 if once else given.repeats)]
+        results[part] = json.loads(json.dumps({"found": found} | about))
+        stored.write_text(json.dumps(results, indent=1) + "\n")
+    ordered = {part: results[part] for part in PARTS if part in results}
+    text = page(ordered)
+    stored.with_suffix(".md").write_text(text)
+    draw(ordered, stored.with_suffix(".png"))
     print(text)
 
 

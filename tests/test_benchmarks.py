@@ -1,9 +1,11 @@
 """What decides whether a benchmark's bar is met, and optima with independent values."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from benchmarks import brax_ppo, budget, learning, optima, throughput
+from benchmarks import brax_ppo, budget, compare, learning, optima, scaling, throughput
 from benchmarks.targets import SUITES, Target
 from purejaxppo import cli, envs
 from purejaxppo.config import load_settings, validate
@@ -54,15 +56,16 @@ def test_at_or_above_brax_allows_a_twentieth(advantage, verdict):
         "task": {"env": "hopper", "steps": 1000, "gamma": 0.99},
         "ours": alone | {"evaluations": [[1000, [r + advantage for r in returns]]]},
         "ours_alone": alone,
+        "ours_divided": {"steps_per_second": 4000.0, "compile_seconds": 9.0, "wall_seconds": 5.0},
         "brax": [
             {"evaluations": [[1000, r]], "steps_per_second": 1000.0, "wall_seconds": 20.0}
             for r in returns
         ],
     }
     assert brax_ppo.difference_row(result).endswith(f"| {verdict} |")
-    assert "| 3,000 | 3,000 | 1,000 | 3.00 | 3.00 |" in brax_ppo.steady_row(result)
-    # One run in half of Brax's time, or three in that time, which is a sixth.
-    assert "| 100 | 300 | 50 | 2.00 | 6.00 | 9 s |" in brax_ppo.end_to_end_row(result)
+    assert "| 3,000 | 4,000 | 3,000 | 1,000 | 3.00 | 4.00 | 3.00 |" in brax_ppo.steady_row(result)
+    # One run in half or a quarter of Brax's time, or three in half, which is a sixth.
+    assert "| 100 | 200 | 300 | 50 | 2.00 | 4.00 | 6.00 | 9 s |" in brax_ppo.end_to_end_row(result)
 
 
 def test_frozen_lake_optimum_without_a_time_limit():
@@ -113,3 +116,39 @@ def test_throughput_measures_every_part():
     parts = (found[f"least_{part}"] for part in ("products", "activations", "bytes"))
     assert found["least_update"] == pytest.approx(sum(parts))
     assert "| CartPole-v1 |" in throughput.table([found])
+
+
+def test_every_trainer_does_the_same_work():
+    for work in compare.WORKS:
+        command = compare.our_command(work, work.iterations(work.steps), Path("run"))
+        settings = cli.parse(command[command.index("purejaxppo.run") + 1 :])
+        validate(settings)
+        config = settings.config
+        assert (config.env, config.num_envs, settings.run.num_seeds) == (
+            work.env,
+            work.num_envs,
+            work.num_runs,
+        )
+        assert (config.num_steps, config.update_epochs, config.num_minibatches) == (128, 4, 4)
+        assert (config.torso_layers, config.activation) == ((64, 64), "tanh")
+        assert config.policy_layers == config.value_layers == ()
+        assert (config.shared_torso, config.normalize_observations) == (False, False)
+        assert not config.normalize_rewards
+        assert abs(config.total_timesteps * work.num_runs / work.steps - 1) < 0.02
+
+
+def test_ratios_are_taken_pair_by_pair():
+    work = {"aims": {"rejax": 2.0}, "speeds": {"ours": [10.0, 40.0, 30.0], "rejax": [10, 10, 10]}}
+    start = {"seconds": {"first": [3.0, 4.0, 5.0], "rejax": [6.0, 8.0, 10.0]}}
+    shown = compare.table({"CartPole": work, compare.START_UP: start})
+    assert "| CartPole | 30 (10 ... 40) | rejax 10 (10 ... 10) | 3 | 2 |" in shown
+    assert "| first | 4.0 (3.0 ... 5.0) | 0.50 |" in shown
+
+
+def test_linear_cost_doubles_with_every_doubling():
+    points = {
+        1: {"seconds": 1.0, "steps": 100.0},
+        2: {"seconds": 1.0, "steps": 100.0},
+        8: {"seconds": 4.0, "steps": 100.0},
+    }
+    assert scaling.growth(points) == {2: pytest.approx(2), 8: pytest.approx(4)}

@@ -1,0 +1,260 @@
+"""Steps per second and start-up beside other trainers, in turn, on the same cores.
+
+    python -m benchmarks.peers DIRECTORY       # installs them, once
+    python -m benchmarks.compare DIRECTORY
+    python -m benchmarks.compare DIRECTORY --only start-up --repeats 5
+
+Same environment, networks of 2 x 64 tanh units, 128 steps, 4 epochs of 4 minibatches, float32.
+Nothing else should be running. Brax's own PPO is compared in `benchmarks.brax_ppo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peers
+from purejaxppo import machine
+
+RESULTS = Path(__file__).parent / "results"
+NUM_STEPS = 128
+SETTINGS = [
+    "--num-steps", str(NUM_STEPS), "--update-epochs", "4", "--num-minibatches", "4",
+    "--torso-layers", "64,64", "--activation", "tanh", "--no-normalize-observations",
+    "--no-normalize-rewards", "--eval-episodes", "0",
+]  # fmt: skip
+START_UP = "start-up"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and how many times another trainer's speed we aim at.
+
+    Attributes:
+        steps: of all runs together, of a trainer that compiles its environments.
+        slow_steps: of one that steps them in Python.
+    """
+
+    env: str
+    num_envs: int
+    aims: dict[str, float]
+    num_runs: int = 1
+    cores: int = 1
+    steps: int = 2_000_000
+    slow_steps: int = 30_000
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        runs = "1 run" if self.num_runs == 1 else f"{self.num_runs} runs"
+        cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        return f"{self.env}, {runs} of {self.num_envs} environments, {cores}"
+
+    def iterations(self, steps: int) -> int:
+        """That make so many steps."""
+        return steps // (NUM_STEPS * self.num_envs * self.num_runs)
+
+
+WORKS = [
+    Work("CartPole-v1", 64, {"rejax": 2.0}),
+    Work("CartPole-v1", 4, {"rejax": 1.7, "sbx": 0.0, "sb3": 30.0}),
+    Work("CartPole-v1", 4, {"rejax": 3.0}, num_runs=16, cores=2, steps=8_000_000),
+    Work("Breakout-MinAtar", 64, {"rejax": 1.5}, steps=1_000_000),
+]
+
+
+def on_cores(command: list[str], cores: int) -> list[str]:
+    """The command kept on the first cores that this process may use."""
+    chosen = sorted(os.sched_getaffinity(0))[:cores]
+    return ["taskset", "-c", ",".join(map(str, chosen)), *command]
+
+
+def seconds_of(command: list[str], cores: int, environment: dict[str, str] | None = None) -> float:
+    """From start to exit of a command, which must succeed."""
+    started = time.perf_counter()
+    subprocess.run(
+        on_cores(command, cores),
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | (environment or {}),
+    )
+    return time.perf_counter() - started
+
+
+def our_command(work: Work, iterations: int, run_dir: Path) -> list[str]:
+    """Our training of so many iterations."""
+    options = {
+        "env": work.env,
+        "num-envs": work.num_envs,
+        "num-seeds": work.num_runs,
+        "total-timesteps": work.num_envs * NUM_STEPS * iterations,
+        "run-dir": run_dir,
+    }
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "purejaxppo.run", *given, *SETTINGS]
+
+
+def our_speed(work: Work) -> float:
+    """Steps per second of all runs, compilation left out and checkpoints not."""
+    with tempfile.TemporaryDirectory() as name:
+        run_dir = Path(name) / "run"
+        seconds_of(our_command(work, work.iterations(work.steps), run_dir), work.cores)
+        return json.loads((run_dir / "summary.json").read_text())["steps_per_second"]
+
+
+def peer_speed(work: Work, directory: Path, peer: str) -> float:
+    """The same of another trainer."""
+    task = {
+        "env": work.env,
+        "num_envs": work.num_envs,
+        "num_steps": NUM_STEPS,
+        "num_runs": work.num_runs,
+        "iterations": work.iterations(work.steps if peer == "rejax" else work.slow_steps),
+    }
+    command = on_cores(peers.command(directory, peer, task), work.cores)
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def speeds(work: Work, directory: Path, repeats: int) -> dict[str, list[float]]:
+    """Of every trainer in turn, again and again."""
+    found: dict[str, list[float]] = {who: [] for who in ("ours", *work.aims)}
+    for _ in range(repeats):
+        found["ours"].append(our_speed(work))
+        for peer in work.aims:
+            found[peer].append(peer_speed(work, directory, peer))
+    return found
+
+
+def start_up(directory: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds of CartPole trainings of one iteration on one core, from start to exit."""
+    work = WORKS[0]
+    one = {"num_steps": NUM_STEPS, "num_runs": 1, "iterations": 1}
+    theirs = peers.command(directory, "rejax", {"env": work.env, "num_envs": work.num_envs} | one)
+    with tempfile.TemporaryDirectory() as name:
+        run_dir, cache = Path(name) / "run", Path(name) / "cache"
+
+        def ours(*options: str) -> float:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            command = [*our_command(work, 1, run_dir), *options]
+            return seconds_of(command, 1, {"JAX_COMPILATION_CACHE_DIR": str(cache)})
+
+        runs: dict[str, Callable[[], float]] = {
+            "first": ours,
+            "again": ours,
+            "again, no checkpoint": lambda: ours("--keep", "0"),
+            "rejax": lambda: seconds_of(theirs, 1),
+        }
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(repeats):
+            shutil.rmtree(cache, ignore_errors=True)
+            for name, run in runs.items():
+                found[name].append(run())
+    return found
+
+
+def ratio(values: list[float], other: list[float]) -> float:
+    """Median of the ratios, pair by pair."""
+    return statistics.median(a / b for a, b in zip(values, other, strict=True))
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median and range."""
+    low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
+    return f"{middle} ({low} ... {high})"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "| training | ours, steps/s | the other's | ratio | aim |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        if name == START_UP:
+            continue
+        for peer, aim in result["aims"].items():
+            ours, theirs = result["speeds"]["ours"], result["speeds"][peer]
+            lines.append(
+                f"| {name} | {spread(ours, '{:,.0f}')} | {peer} {spread(theirs, '{:,.0f}')} "
+                f"| {ratio(ours, theirs):.3g} | {f'{aim:g}' if aim else ''} |"
+            )
+    if START_UP in results:
+        found = results[START_UP]["seconds"]
+        lines += [
+            "",
+            "| CartPole, one iteration, from start to exit, 1 core | seconds | of rejax's |",
+            "|---|---|---|",
+        ]
+        for name, values in found.items():
+            lines.append(
+                f"| {name} | {spread(values, '{:.1f}')} | {ratio(values, found['rejax']):.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def page(results: dict[str, Any]) -> str:
+    """The table with what it needs to be understood."""
+    versions = next(r["versions"] for r in results.values())
+    shown = "; ".join(
+        f"{who}: {', '.join(f'{n} {v}' for n, v in found.items())}"
+        for who, found in versions.items()
+    )
+    dates = sorted({r["date"] for r in results.values()})
+    return "\n".join([
+        "# Beside other trainers",
+        "",
+        "Made by `python -m benchmarks.compare`: two networks of 2 x 64 tanh units, rollouts of 128 "
+        "steps, 4 epochs of 4 minibatches, float32; the trainers in turn, compilation left out. "
+        "Medians and ranges; the ratio is the median over pairs. Ours saves checkpoints and writes "
+        f"its metrics meanwhile, as it does by default. {machine.device_name()}, "
+        f"{platform.machine()}, {', '.join(dates)}.",
+        "",
+        f"{shown}.",
+        "",
+        table(results),
+    ])  # fmt: skip
+
+
+def main() -> None:
+    """Measures, and writes `results/compare.json` and `.md`; what is not asked for is kept."""
+    names = [work.name for work in WORKS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="where benchmarks.peers installed them")
+    parser.add_argument("--only", action="append", choices=[*names, START_UP])
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    wanted = given.only or [*names, START_UP]
+    stored = RESULTS / "compare.json"
+    results = json.loads(stored.read_text()) if stored.exists() else {}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "versions": {"ours": machine.versions()}
+        | {peer: peers.versions(given.directory, peer) for peer in peers.PEERS},
+    }
+    for work in WORKS:
+        if work.name in wanted:
+            found = speeds(work, given.directory, given.repeats)
+            results[work.name] = asdict(work) | {"speeds": found} | about
+    if START_UP in wanted:
+        results[START_UP] = {"seconds": start_up(given.directory, given.repeats)} | about
+    stored.write_text(json.dumps(results, indent=1) + "\n")
+    text = page(results)
+    stored.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

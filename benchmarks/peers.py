@@ -1,0 +1,67 @@
+"""Other trainers, each in a virtual environment of its own.
+
+    python -m benchmarks.peers DIRECTORY
+    python -m benchmarks.peers DIRECTORY --only rejax
+
+Makes what is not there yet. PyTorch, which Stable-Baselines3 needs, is 3 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import venv
+from pathlib import Path
+from typing import Any
+
+# Each with the newest versions that it works with.
+PEERS = {
+    "rejax": ["rejax==0.1.3", "gymnax==0.0.9", "jax==0.10.2"],
+    "sbx": ["sbx-rl==0.28.0", "gymnasium[classic-control]", "jax==0.10.2"],
+    "sb3": ["stable-baselines3==2.9.0", "gymnasium[classic-control]"],
+}
+_SCRIPTS = {"rejax": "peer_rejax.py", "sbx": "peer_sb3.py", "sb3": "peer_sb3.py"}
+_SHOW = "import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {}}}))"
+
+
+def python(directory: Path, peer: str) -> Path:
+    """The interpreter that has it installed."""
+    return directory / peer / "bin" / "python"
+
+
+def install(directory: Path, peer: str) -> None:
+    """Makes its virtual environment, unless it is there."""
+    if python(directory, peer).exists():
+        return
+    venv.create(directory / peer, with_pip=True)
+    command = [python(directory, peer), "-m", "pip", "install", "-q", *PEERS[peer]]
+    subprocess.run(command, check=True)
+
+
+def versions(directory: Path, peer: str) -> dict[str, str]:
+    """Of what was asked for."""
+    names = [requirement.split("==")[0].split("[")[0] for requirement in PEERS[peer]]
+    command = [python(directory, peer), "-c", _SHOW.format(names)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def command(directory: Path, peer: str, task: dict[str, Any]) -> list[str]:
+    """What trains; it prints the steps per second."""
+    script = Path(__file__).with_name(_SCRIPTS[peer])
+    return [str(python(directory, peer)), str(script), json.dumps({"peer": peer} | task)]
+
+
+def main() -> None:
+    """Installs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--only", choices=PEERS, action="append")
+    arguments = parser.parse_args()
+    for peer in arguments.only or PEERS:
+        install(arguments.directory, peer)
+        print(peer, versions(arguments.directory, peer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
