@@ -70,8 +70,6 @@ class Config:
     """Divide rewards by the running standard deviation of the discounted return."""
     normalize_advantages: Literal["minibatch", "batch", "off"] = "minibatch"
     """Over what advantages are brought to mean 0 and standard deviation 1."""
-    recompute_advantages: bool = False
-    """Advantages and values anew before each pass, by the parameters of then, instead of once."""
     anneal_learning_rate: bool = True
     """Lower the learning rates linearly to 0 over the training."""
     anneal_clip_eps: bool = False

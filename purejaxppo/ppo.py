@@ -289,44 +289,11 @@ def update(
         order: from `draw`.
     """
     config = setup.config
-    minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
-    if config.minibatches == "sequences":
-        start = jnp.arange(config.num_steps) * config.num_envs
-        minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
-    learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
-    step = functools.partial(_update_minibatch, setup, state, hyper, remaining)
-    if not config.recompute_advantages:
-        samples = _samples(config, data, advantage, data.transitions.value)
-        return jax.lax.scan(functools.partial(step, samples), learner, minibatches)
-
-    def epoch(learner: Learner, minibatches: Array) -> tuple[Learner, UpdateMetrics]:
-        now = state.replace(params=learner.params)
-        samples = _samples(config, data, *_recomputed(setup, now, data, hyper))
-        return jax.lax.scan(functools.partial(step, samples), learner, minibatches)
-
-    minibatches = minibatches.reshape(config.update_epochs, config.num_minibatches, -1)
-    learner, metrics = jax.lax.scan(epoch, learner, minibatches)
-    return learner, jax.tree.map(jnp.ravel, metrics)
-
-
-def _recomputed(
-    setup: Setup, state: TrainState, data: Rollout, hyper: Hyper
-) -> tuple[Array, Array]:
-    """Advantages and values [T, N] under the parameters of `state`, which others acted with."""
     steps = data.transitions
-    value = setup.agent.apply(
-        state.params, state.obs_stats, steps.obs, state.carry, steps.first
-    ).value
-    data = data.replace(transitions=steps.replace(value=value))
-    return advantages(setup, state, data, hyper), value
-
-
-def _samples(config: Config, data: Rollout, advantage: Array, value: Array) -> Minibatch:
-    """All samples of a rollout [T * N, ...]; advantage and the value it is measured from [T, N]."""
-    steps = data.transitions
-    target = advantage + value
     if config.normalize_advantages == "batch":
-        advantage = normalize_advantages(advantage, steps.valid)
+        normalized = normalize_advantages(advantage, steps.valid)
+    else:
+        normalized = advantage
     samples = Minibatch(
         obs=steps.obs,
         first=steps.first,
@@ -334,19 +301,26 @@ def _samples(config: Config, data: Rollout, advantage: Array, value: Array) -> M
         action=steps.action,
         log_prob=steps.log_prob,
         value=steps.value,
-        advantage=advantage,
-        target=target,
+        advantage=normalized,
+        target=advantage + steps.value,
         valid=steps.valid,
     )
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+    samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+    learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
+    step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
+    minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
+    if config.minibatches == "sequences":
+        start = jnp.arange(config.num_steps) * config.num_envs
+        minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
+    return jax.lax.scan(step, learner, minibatches)
 
 
 def _update_minibatch(
     setup: Setup,
     state: TrainState,
+    samples: Minibatch,
     hyper: Hyper,
     remaining: Array,
-    samples: Minibatch,
     learner: Learner,
     index: Array,
 ) -> tuple[Learner, UpdateMetrics]:

@@ -428,30 +428,6 @@ def test_updates_are_those_of_plain_ppo(experience, normalization):
     assert np.all(metrics.applied)
 
 
-def test_advantages_are_recomputed_before_each_pass(experience):
-    """Two passes are as two updates of one, the second from values of the parameters of then."""
-    setup, state, data, _, hyper = experience
-    hyper = hyper.replace(value_clip_eps=None)
-    together, metrics, order = run_update(
-        experience, hyper, update_epochs=2, recompute_advantages=True
-    )
-    once, _, _ = run_update(experience, hyper, update_epochs=2)
-    assert np.any(
-        np.asarray(once.params["value_head"]["kernel"]) != together.params["value_head"]["kernel"]
-    )
-    setup = setup._replace(config=dataclasses.replace(setup.config, update_epochs=1))
-    for half in np.split(np.asarray(order), 2):  # [minibatches, B]
-        steps = data.transitions
-        value = setup.agent.apply(state.params, None, steps.obs, (), steps.first).value
-        data = data.replace(transitions=steps.replace(value=value))
-        learner, alone = jit(ppo.update, static_argnums=0)(
-            setup, state, data, advantages(setup, state, data, hyper), hyper, 1.0, half
-        )
-        state = state.replace(params=learner.params, opt_state=learner.opt_state)
-    chex.assert_trees_all_close(together.params, state.params, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(metrics.grad_norm[-len(half) :], alone.grad_norm, rtol=1e-3)
-
-
 def test_target_kl_stops_the_rest_of_the_iteration(experience):
     _, state, data, advantage, hyper = experience
     _, _, order = run_update(experience, hyper)
