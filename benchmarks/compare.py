@@ -30,6 +30,7 @@ from benchmarks import peers
 from purejaxppo import machine
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
 NUM_STEPS = 128
 SETTINGS = [
     "--num-steps", str(NUM_STEPS), "--update-epochs", "4", "--num-minibatches", "4",
@@ -228,8 +229,18 @@ def page(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def with_table(text: str, results: dict[str, Any]) -> str:
+    """The README with the table of these results in place of the one it has."""
+    begin, end = "<!-- benchmarks.compare -->\n", "<!-- end -->"
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table(results)}\n{end}{rest.split(end)[1]}"
+
+
 def main() -> None:
-    """Measures, and writes `results/compare.json` and `.md`; what is not asked for is kept."""
+    """Measures, and writes `results/compare.json` and `.md`; what is not asked for is kept.
+
+    The README gets the table too.
+    """
     names = [work.name for work in WORKS]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where benchmarks.peers installed them")
@@ -242,17 +253,26 @@ def main() -> None:
     about = {
         "date": datetime.date.today().isoformat(),
         "versions": {"ours": machine.versions()}
-        | {peer: peers.versions(given.directory, peer) for peer in peers.PEERS},
+        | {
+            peer: peers.versions(given.directory, peer)
+            for peer in peers.PEERS
+            if peers.python(given.directory, peer).exists()
+        },
     }
-    for work in WORKS:
-        if work.name in wanted:
+    for name in [*names, START_UP]:
+        if name not in wanted:
+            continue
+        if name == START_UP:
+            results[name] = {"seconds": start_up(given.directory, given.repeats)} | about
+        else:
+            work = WORKS[names.index(name)]
             found = speeds(work, given.directory, given.repeats)
-            results[work.name] = asdict(work) | {"speeds": found} | about
-    if START_UP in wanted:
-        results[START_UP] = {"seconds": start_up(given.directory, given.repeats)} | about
-    stored.write_text(json.dumps(results, indent=1) + "\n")
+            results[name] = asdict(work) | {"speeds": found} | about
+        stored.write_text(json.dumps(results, indent=1) + "\n")
+    results = {name: results[name] for name in [*names, START_UP] if name in results}
     text = page(results)
     stored.with_suffix(".md").write_text(text)
+    README.write_text(with_table(README.read_text(), results))
     print(text)
 
 

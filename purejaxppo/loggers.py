@@ -117,13 +117,18 @@ def keep_rows(path: Path, until: dict[int, int], target: Path | None = None) -> 
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, float | np.floating):
+    if isinstance(value, float):
         return f"{value:.7g}" if math.isfinite(value) else ""
     return value
 
 
 class MetricsTable:
-    """Writes `metrics.csv`: a row a run and reporting interval; `rows` counts those of each run.
+    """Writes `metrics.csv`: a row a run and reporting interval.
+
+    Attributes:
+        iteration: the last one taken.
+        pending: metrics [I, R] of the interval so far; empty at its start.
+        rows: of each run.
 
     Args:
         table: may be shared with other programs of a sweep.
@@ -147,60 +152,55 @@ class MetricsTable:
     ) -> None:
         self._table, self._runs = table, runs
         self._interval, self._steps_per_iteration = interval, steps_per_iteration
-        self._pending: list[dict[str, np.ndarray]] = []
-        self._iteration, self.rows = iteration, rows
-        if pending:
-            size = len(pending["episodes"])
-            self._pending = [{k: v[i] for k, v in pending.items()} for i in range(size)]
-
-    @property
-    def pending(self) -> dict[str, np.ndarray]:
-        """Metrics [I, R] of the interval so far; empty at its start."""
-        return _stack(self._pending) if self._pending else {}
+        self.iteration, self.rows = iteration, rows
+        self.pending = pending or {}
 
     @property
     def until(self) -> int:
         """The iteration of the last row."""
-        return self._iteration - len(self._pending)
+        return self.iteration - self._waiting
+
+    @property
+    def _waiting(self) -> int:
+        """Iterations that no row has yet."""
+        return len(self.pending["episodes"]) if self.pending else 0
 
     def add(self, metrics: dict[str, np.ndarray]) -> None:
         """Takes the metrics [C, R] of C further iterations."""
-        for i in range(len(metrics["episodes"])):
-            self._pending.append({name: array[i] for name, array in metrics.items()})
-            self._iteration += 1
-            if len(self._pending) >= self._interval:
-                self.flush()
+        if self.pending:
+            metrics = {k: np.concatenate([x, metrics[k]]) for k, x in self.pending.items()}
+        self.iteration += len(metrics["episodes"]) - self._waiting
+        self.pending = metrics
+        self._write(self._waiting // self._interval, self._interval)
 
     def flush(self) -> None:
         """Writes what there is of an interval."""
-        if not self._pending:
+        self._write(int(self._waiting > 0), self._waiting)
+
+    def _write(self, count: int, interval: int) -> None:
+        """So many rows of every run, each of an interval of what is pending."""
+        if not count:
             return
-        means = pool(_stack(self._pending))
-        self._pending.clear()
-        self.rows += 1
-        steps = self._iteration * self._steps_per_iteration
-        self._table.write(
-            [
-                _place(run, self._iteration, steps) | {n: array[i] for n, array in means.items()}
-                for i, run in enumerate(self._runs)
-            ]
-        )
+        first, taken = self.until, count * interval
+        shape = (count, interval, len(self._runs))
+        means = pool({k: x[:taken].reshape(shape).swapaxes(0, 1) for k, x in self.pending.items()})
+        left = self._waiting > taken
+        self.pending = {k: x[taken:] for k, x in self.pending.items()} if left else {}
+        self.rows += count
+        columns = {name: array.tolist() for name, array in means.items()}  # [count][R]
+        places = list(map(_place, self._runs))
+        rows = []
+        for i in range(count):
+            iteration = first + (i + 1) * interval
+            when = {"iteration": iteration, "env_steps": iteration * self._steps_per_iteration}
+            for j, place in enumerate(places):
+                rows.append(place | when | {name: x[i][j] for name, x in columns.items()})
+        self._table.write(rows)
 
 
-def _stack(metrics: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """[I, R] of I iterations [R]."""
-    return {name: np.stack([m[name] for m in metrics]) for name in Metrics.__dataclass_fields__}
-
-
-def _place(run: Run, iteration: int, env_steps: int) -> dict[str, Any]:
-    """What both tables begin with, and the swept values."""
-    place = {
-        "run": run.number,
-        "seed": run.seed,
-        "iteration": iteration,
-        "env_steps": env_steps,
-    }
-    return place | swept_columns(run.setting.swept)
+def _place(run: Run) -> dict[str, Any]:
+    """What all rows of a run have in common: its number and seed, and the swept values."""
+    return {"run": run.number, "seed": run.seed} | swept_columns(run.setting.swept)
 
 
 def swept_columns(swept: dict[str, Any]) -> dict[str, Any]:
@@ -221,6 +221,7 @@ def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             pooled[name] = values.sum(0)
             continue
         episodic = name in ("episode_return", "episode_length")
+        values = np.asarray(values, np.float64)  # in which the order of a sum shows nowhere
         weights = metrics["episodes"] if episodic else np.ones_like(values)
         # An explained variance or an episode mean may be missing; a diverged loss must show.
         missing = np.isnan(values) & (episodic or name == "explained_variance")
@@ -244,8 +245,10 @@ class EvaluationTable:
             ended = episodes.ended[i]
             score, length = episodes.score[i][ended], episodes.length[i][ended]
             rows.append(
-                _place(run, iteration, env_steps)
+                _place(run)
                 | {
+                    "iteration": iteration,
+                    "env_steps": env_steps,
                     "return_mean": float(score.mean()) if ended.any() else math.nan,
                     "return_std": float(score.std()) if ended.any() else math.nan,
                     "length_mean": float(length.mean()) if ended.any() else math.nan,

@@ -36,7 +36,7 @@ from purejaxppo.train import (
     saved_shapes,
     stack_hypers,
 )
-from purejaxppo.types import PyTree, TrainState
+from purejaxppo.types import Metrics, PyTree, TrainState
 
 # A chunk lasts about so long, so that progress moves and Ctrl-C is heard.
 _CHUNK_SECONDS = 0.5
@@ -92,6 +92,8 @@ class Training:
         self.iteration = self._saved = 0
         self.seconds = self.compile_seconds = 0.0
         self._restored: PyTree = None
+        self._running: tuple[int, Metrics] | None = None  # the chunk on its way
+        self._chunk_size = 1
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -267,10 +269,10 @@ class Training:
     def _train(self) -> None:
         total, every = self.config.iterations, self._every
         video = self._iterations(self.options.video_every or 0)
-        count, saved = 1, time.monotonic()
+        saved = time.monotonic()
         while self.iteration < total and not self._interrupt.check():
             until = self._until(every, video, self.options.checkpoint_iterations or total)
-            count = self._train_chunk(min(count, MAX_CHUNK, until - self.iteration))
+            self._train_chunk(min(self._chunk_size, MAX_CHUNK, until - self.iteration))
             if self._evaluate and (self.iteration % every == 0 or self.iteration == total):
                 self._evaluate_now()
             if self.options.video_every and (
@@ -281,6 +283,7 @@ class Training:
             if self._checkpoint_due(seconds):
                 self._save()
                 saved = time.monotonic()
+        self._finish_chunk()
         if self.iteration == total:
             self._metrics.flush()  # a longer training begins an interval of its own
         # What the last update did shows in no loss.
@@ -307,6 +310,7 @@ class Training:
         """A checkpoint of what there is now, unless it has been made, or is worth nothing."""
         if not self.options.keep or self.iteration == self._saved:
             return
+        self._finish_chunk()
         if self._writer is not None:
             self._writer.wait()  # else the one before would take its memory too
         states = self.trainer.fetch_whole(self._states, self._whole)
@@ -339,13 +343,33 @@ class Training:
             "iterations": self.config.iterations,
         }
 
-    def _train_chunk(self, count: int) -> int:
-        """`count` iterations and their rows; returns how many take as long as a chunk should."""
-        started = time.monotonic()
+    def _train_chunk(self, count: int) -> None:
+        """Starts `count` iterations; while they run, those before are written down."""
+        if self._running is None:
+            self._since = time.monotonic()
         shared = (np.int32(count), np.float32(self.config.iterations))
-        self._states, chunk = self._chunk(self._states, self._hypers, shared)
-        chunk = self.trainer.fetch(chunk)
+        self._states, metrics = self._chunk(self._states, self._hypers, shared)
         self.iteration += count
+        before, self._running = self._running, (count, metrics)
+        if before is not None:
+            self._write_down(*before)
+        if jax.process_count() > 1:  # to gather would wait for what runs
+            self._finish_chunk()
+
+    def _finish_chunk(self) -> None:
+        """Waits for the iterations that run, if any, and writes them down."""
+        if self._running is not None:
+            self._write_down(*self._running)
+            self._running = None
+
+    def _write_down(self, count: int, chunk: Metrics) -> None:
+        """The rows of a chunk of `count` iterations, once it is done, and how long it took."""
+        chunk = self.trainer.fetch(chunk)
+        now = time.monotonic()
+        (seconds,) = agree(now - self._since)  # all processes must do the same
+        self._since = now
+        self.seconds += seconds
+        self._chunk_size = max(1, int(_CHUNK_SECONDS * count / seconds))
         metrics = {name: array[..., :count].T for name, array in vars(chunk).items()}
         if self.plan.shards > 1:  # [C, D, R], of each device's environments
             metrics = pool({name: np.moveaxis(array, 1, 0) for name, array in metrics.items()})
@@ -354,14 +378,12 @@ class Training:
         self._diverged |= ~np.isfinite(losses).all(axis=0)
         returns = pool(metrics)["episode_return"]
         mean = float(np.nanmean(returns)) if np.isfinite(returns).any() else math.nan
-        (seconds,) = agree(time.monotonic() - started)  # all processes must do the same
-        self.seconds += seconds
-        done = self.iteration * self.config.batch_size
-        self.display.update(done, mean, self.steps / self.seconds)
-        return max(1, int(_CHUNK_SECONDS * count / seconds))
+        done = self._metrics.iteration * self.config.batch_size
+        self.display.update(done, mean, done * len(self.runs) / self.seconds)
 
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
+        self._finish_chunk()
         episodes = self.trainer.fetch(self._evaluate(self._states, self._hypers, ()))
         wanted = len(self.runs), self.options.eval_episodes
         episodes = jax.tree.map(lambda x: x.reshape(wanted[0], -1)[:, : wanted[1]], episodes)
@@ -378,6 +400,7 @@ class Training:
 
     def _draw(self) -> None:
         """A video of the first run as it is now."""
+        self._finish_chunk()
         from purejaxppo.render import render
 
         saved = self.trainer.fetch_whole(

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+# What a test compiles runs once or twice; trainings ask for a level of their own.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+
 import jax
 import pytest
 

@@ -124,7 +124,8 @@ def test_a_sweep_that_is_interrupted_while_it_is_extended(tmp_path, monkeypatch,
     halves = tmp_path / "halves"
     assert train(halves, 8, *TWO_PROGRAMS, batch=64) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(Display, "update", lambda *_: signal.raise_signal(signal.SIGTERM))
+        stop = iter([signal.SIGTERM])  # once: the chunk that runs is awaited
+        patch.setattr(Display, "update", lambda *_: [signal.raise_signal(s) for s in stop])
         assert resume(halves, f"--total-timesteps|{16 * 64}") == 128 + signal.SIGTERM
     assert 16 < latest(halves, 0).iteration < 32
     assert latest(halves, 1).iteration == 8
@@ -711,7 +712,8 @@ def test_what_has_no_policy_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     path, other = tmp_path / "run", tmp_path / "other"
     with monkeypatch.context() as patch:
-        patch.setattr(Display, "update", lambda *_: signal.raise_signal(signal.SIGTERM))
+        stop = iter([signal.SIGTERM])
+        patch.setattr(Display, "update", lambda *_: [signal.raise_signal(s) for s in stop])
         assert train(path, 8, "--sweep", "num_envs=2,4") == 128 + signal.SIGTERM
     capsys.readouterr()
     assert cli.evaluate_command([str(path), "--episodes", "2"]) == 0

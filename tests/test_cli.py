@@ -238,7 +238,8 @@ def test_what_is_swept_need_not_fit_before(tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_what_was_done(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Display, "update", lambda *_: signal.raise_signal(signal.SIGTERM))
+    stop = iter([signal.SIGTERM])  # once: the chunk that runs is awaited
+    monkeypatch.setattr(Display, "update", lambda *_: [signal.raise_signal(s) for s in stop])
     path = tmp_path / "run"
     status = train(
         "--total-timesteps", "320", "--sweep", "num_envs=2,4", "--eval-episodes", "2",

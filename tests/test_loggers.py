@@ -1,6 +1,7 @@
 """Tables: intervals, pooling, and what is left empty."""
 
 import csv
+import itertools
 import types
 
 import numpy as np
@@ -99,3 +100,25 @@ def test_unfinished_episodes_do_not_count(tmp_path):
         "0,3,2,20,2,1,6,2",
         "1,4,2,20,,,,0",
     ]
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_chunks_leave_no_trace(tmp_path, interval):
+    """The same rows, however many iterations come at a time; and what waits is nothing or more."""
+    rng = np.random.default_rng(0)
+    every = metrics(episode_return=rng.normal(size=(20, 2)), episodes=rng.integers(0, 3, (20, 2)))
+    written = []
+    for name, cuts in (("a", [1, 4, 5, 17]), ("b", list(range(1, 20)))):
+        (tmp_path / name).mkdir()
+        with Tables(tmp_path / name, {}) as tables:
+            table = MetricsTable(tables.metrics, runs(7, 8), interval, steps_per_iteration=10)
+            for start, stop in itertools.pairwise([0, *cuts, 20]):
+                table.add({k: x[start:stop] for k, x in every.items()})
+                assert table.until == stop // interval * interval
+                assert len(table.pending.get("episodes", [])) == stop % interval
+                assert bool(table.pending) == bool(stop % interval)
+            table.flush()
+            assert table.rows == -(-20 // interval)
+        written.append((tmp_path / name / "metrics.csv").read_text())
+    assert written[0] == written[1]
+    assert written[0].count("\n") == 1 + 2 * -(-20 // interval)

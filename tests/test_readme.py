@@ -1,10 +1,12 @@
 """What the README shows works as shown."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import compare
 from scripts import custom_environment
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -31,3 +33,8 @@ def test_custom_environment_learns(capsys):
     returns = [float(x) for x in re.findall(r"[\d.]+", shown.split(":")[1])]
     assert len(returns) == 4
     assert np.min(returns) > 0.9
+
+
+def test_its_table_is_of_the_results():
+    results = json.loads((compare.RESULTS / "compare.json").read_text())
+    assert compare.with_table(README, results) == README

@@ -170,7 +170,8 @@ def test_the_block_changes_rounding_only(trained, in_pairs):
 
 def test_the_whole_training_as_one_function_of_key_and_hyper(trained):
     keys = jax.vmap(jax.random.key)(np.array(SEEDS, np.uint32))
-    train = jax.jit(jax.vmap(make_train(CONFIG, Poisoned())))
+    as_there = {"xla_backend_optimization_level": 1}  # rounding grows in two iterations
+    train = jax.jit(jax.vmap(make_train(CONFIG, Poisoned())), compiler_options=as_there)
     state, metrics = train(keys, stack_hypers(HYPERS))
     assert {x.shape for x in jax.tree.leaves(metrics)} == {(3, 2)}
     rates = np.array([[0.01], [0.003], [0.03]]) * [1.0, 0.5]  # annealed over 2 iterations
