@@ -4,9 +4,8 @@
     python -m benchmarks.brax_ppo --task hopper --task "hopper, large batches" --seeds 8
 
 Both train with the same batches, networks and coefficients, without annealing; both are evaluated
-by 128 deterministic episodes. Ours trains all seeds at once and, for its speed, one alone, on one core
-and with its environments divided among all; Brax's trains one after another, which is all it can.
-Nothing else should be running.
+by 128 deterministic episodes. Ours trains all seeds at once and, for its speed, one alone; Brax's
+trains one after another, which is all it can. Nothing else should be running.
 """
 
 from __future__ import annotations
@@ -130,14 +129,14 @@ def name_of(result: dict[str, Any]) -> str:
     return Task(**result["task"]).name
 
 
-def ours(task: Task, num_seeds: int, *options: str, first: int = FIRST_SEED) -> dict[str, Any]:
+def ours(task: Task, num_seeds: int, first: int = FIRST_SEED) -> dict[str, Any]:
     """Evaluations [steps, returns of the seeds] and speed of one command."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [sys.executable, "-m", "purejaxppo.run", *task.options()]
         command += ["--seed", str(first), "--num-seeds", str(num_seeds)]
         command += ["--eval-every", str(task.steps // task.evaluations)]
-        command += ["--run-dir", str(run_dir), "--no-compilation-cache", *options]
+        command += ["--run-dir", str(run_dir), "--no-compilation-cache"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         summary = json.loads((run_dir / "summary.json").read_text())
         with (run_dir / "evaluation.csv").open() as file:
@@ -157,39 +156,21 @@ def brax(task: Task, num_seeds: int, first: int = FIRST_SEED) -> list[dict[str, 
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-# Key of a result: what it is, and how it is asked for.
-_WAYS = {
-    "ours_alone": ("one run, one core", ()),
-    "ours_divided": ("one run, all cores", ("--shard", "environments")),
-    "ours": ("all seeds at once", ()),
-}
-
-
 def measure(task: Task, num_seeds: int) -> dict[str, Any]:
     """Both trainers on one task."""
-    found: dict[str, Any] = {"task": asdict(task)}
-    for way, (_, options) in _WAYS.items():
-        found[way] = ours(task, num_seeds if way == "ours" else 1, *options)
-    return found | {"brax": brax(task, num_seeds)}
-
-
-def time_again(result: dict[str, Any], num_seeds: int) -> None:
-    """Speeds anew, of so many seeds; the returns of all stay as they are."""
-    fresh = measure(Task(**result["task"]), num_seeds)
-    for way in _WAYS:
-        result[way] = fresh[way] | {"evaluations": result.get(way, fresh[way])["evaluations"]}
-    times = {run["seed"]: run for run in fresh["brax"]}
-    result["brax"] = [
-        times.get(run["seed"], {}) | {key: run[key] for key in ("seed", "evaluations")}
-        for run in result["brax"]
-    ]
+    return {
+        "task": asdict(task),
+        "ours": ours(task, num_seeds),
+        "ours_alone": ours(task, 1),
+        "brax": brax(task, num_seeds),
+    }
 
 
 def add_seeds(result: dict[str, Any], num_seeds: int) -> None:
     """Further seeds, of which only the returns are kept: the machine need not be idle."""
     task = Task(**result["task"])
     first = FIRST_SEED + len(result["brax"])
-    further = ours(task, num_seeds, first=first)["evaluations"]
+    further = ours(task, num_seeds, first)["evaluations"]
     for (_, returns), (_, more) in zip(result["ours"]["evaluations"], further, strict=True):
         returns += more
     for run in brax(task, num_seeds, first):
@@ -238,33 +219,35 @@ def difference_row(result: dict[str, Any]) -> str:
 
 def steady_row(result: dict[str, Any]) -> str:
     """Steps per second while training."""
-    speeds = {way: result[way]["steps_per_second"] for way in _WAYS if way in result}
-    return speed_row(result, speeds, float(np.median(timed(result, "steps_per_second"))))
+    alone, together = result["ours_alone"], result["ours"]
+    peer = float(np.median(timed(result, "steps_per_second")))
+    return speed_row(result, alone["steps_per_second"], together["steps_per_second"], peer)
 
 
 def end_to_end_row(result: dict[str, Any]) -> str:
     """Steps per second with all that a command does."""
-    steps, seconds = result["task"]["steps"], timed(result, "wall_seconds")
-    runs = {way: len(seconds) if way == "ours" else 1 for way in _WAYS if way in result}
-    speeds = {way: steps * n / result[way]["wall_seconds"] for way, n in runs.items()}
-    row = speed_row(result, speeds, steps / float(np.median(seconds)))
-    return f"{row} {result['ours_alone']['compile_seconds']:.0f} s |"
+    alone, together, steps = result["ours_alone"], result["ours"], result["task"]["steps"]
+    peer = steps / float(np.median(timed(result, "wall_seconds")))
+    all_steps = steps * len(timed(result, "wall_seconds"))
+    speeds = steps / alone["wall_seconds"], all_steps / together["wall_seconds"]
+    return speed_row(result, *speeds, peer) + f" {alone['compile_seconds']:.0f} s |"
 
 
-def speed_row(result: dict[str, Any], speeds: dict[str, float], peer: float) -> str:
-    """Our speeds, Brax's, and the ratios; blank what was not measured."""
-    shown = [f"{speeds[way]:,.0f}" if way in speeds else "" for way in _WAYS]
-    ratios = [f"{speeds[way] / peer:.2f}" if way in speeds else "" for way in _WAYS]
-    return f"| {name_of(result)} | {' | '.join([*shown, f'{peer:,.0f}', *ratios])} |"
+def speed_row(result: dict[str, Any], alone: float, together: float, peer: float) -> str:
+    """Three speeds and the ratios of ours to the last."""
+    return (
+        f"| {name_of(result)} | {alone:,.0f} | {together:,.0f} | {peer:,.0f} "
+        f"| {alone / peer:.2f} | {together / peer:.2f} |"
+    )
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     first = results[0]["ours"]
-    ways = [way for way, _ in _WAYS.values()]
-    columns = [*(f"ours, {way}" for way in ways), "Brax, one run", *(f"ratio, {w}" for w in ways)]
-    speeds = f"| environment | {' | '.join(columns)} |"
-    line = "|---" * (1 + len(columns)) + "|"
+    speeds = (
+        "| environment | ours, one run | ours, all seeds at once | Brax, one run | ratio, one run "
+        "| ratio, all seeds |"
+    )
     lines = [
         "# Continuous control beside Brax's own PPO",
         "",
@@ -286,13 +269,13 @@ def table(results: list[dict[str, Any]]) -> str:
         "epochs, which are left out too):",
         "",
         speeds,
-        line,
+        "|---|---|---|---|---|---|",
         *map(steady_row, results),
         "",
         "Steps per second from end to end, with compilation and evaluations:",
         "",
-        f"{speeds} one run compiles in |",
-        f"{line}---|",
+        f"{speeds} ours compiles in |",
+        "|---|---|---|---|---|---|---|",
         *map(end_to_end_row, results),
     ]
     return "\n".join(lines) + "\n"
@@ -303,11 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", action="append", choices=[t.name for t in TASKS])
     parser.add_argument("--seeds", type=int, default=4)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--more", action="store_true", help="add that many seeds to what is there")
-    how.add_argument(
-        "--time", action="store_true", help="measure speeds anew, with that many seeds"
-    )
+    parser.add_argument("--more", action="store_true", help="add that many seeds to what is there")
     arguments = parser.parse_args()
     stored = RESULTS / "brax_ppo.json"
     known = json.loads(stored.read_text()) if stored.exists() else []
@@ -317,8 +296,6 @@ def main() -> None:
             continue
         if arguments.more:
             add_seeds(results[task.name], arguments.seeds)
-        elif arguments.time:
-            time_again(results[task.name], arguments.seeds)
         else:
             results[task.name] = measure(task, arguments.seeds)
         ordered = [results[task.name] for task in TASKS if task.name in results]
