@@ -268,8 +268,8 @@ def main() -> None:
             work = WORKS[names.index(name)]
             found = speeds(work, given.directory, given.repeats)
             results[name] = asdict(work) | {"speeds": found} | about
+        results = {name: results[name] for name in [*names, START_UP] if name in results}
         stored.write_text(json.dumps(results, indent=1) + "\n")
-    results = {name: results[name] for name in [*names, START_UP] if name in results}
     text = page(results)
     stored.with_suffix(".md").write_text(text)
     README.write_text(with_table(README.read_text(), results))

@@ -400,12 +400,10 @@ class Training:
 
     def _draw(self) -> None:
         """A video of the first run as it is now."""
-        self._finish_chunk()
         from purejaxppo.render import render
 
-        saved = self.trainer.fetch_whole(
-            self._policy_of(self._states), self._policy_of(self._whole)
-        )
+        self._finish_chunk()
+        saved = self._fetch_policies()
         run, own = self.runs[0], jax.tree.map(lambda x: x[0], saved)
         if self._writer is None or not finite(saved["params"])[0]:
             return
