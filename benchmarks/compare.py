@@ -34,8 +34,8 @@ README = Path(__file__).parent.parent / "README.md"
 NUM_STEPS = 128
 SETTINGS = [
     "--num-steps", str(NUM_STEPS), "--update-epochs", "4", "--num-minibatches", "4",
-    "--torso-layers", "64,64", "--activation", "tanh", "--no-normalize-observations",
-    "--no-normalize-rewards", "--eval-episodes", "0",
+    "--cnn-layers", "flat", "--torso-layers", "64,64", "--shared-torso", "false", "--activation",
+    "tanh", "--no-normalize-observations", "--no-normalize-rewards", "--eval-episodes", "0",
 ]  # fmt: skip
 START_UP = "start-up"
 

@@ -92,8 +92,8 @@ def memory_over_steps() -> dict[int, dict[str, float]]:
 def memory_of_a_thousand() -> dict[str, Any]:
     """A thousand runs in 8 GiB: what was planned and what was taken, and what one block would take."""
     options = [
-        "--env", "Breakout-MinAtar", "--num-envs", "64", "--num-steps", "128", "--num-minibatches",
-        "4", "--update-epochs", "1", "--total-timesteps", "8192", "--eval-episodes", "0",
+        "--env", "Breakout-MinAtar", "--cnn-layers", "flat", "--torso-layers", "128,128",
+        "--num-envs", "64", "--num-steps", "128", "--num-minibatches", "4", "--update-epochs", "1", "--total-timesteps", "8192", "--eval-episodes", "0",
         "--num-seeds", "1000", "--memory-limit", "8GiB",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as name:

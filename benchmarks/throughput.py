@@ -30,6 +30,7 @@ import numpy as np
 from purejaxppo import machine, ppo
 from purejaxppo.config import load_settings
 from purejaxppo.distributions import noise_size
+from purejaxppo.networks import conv_shapes
 from purejaxppo.train import MAX_CHUNK, Plan, Trainer, as_arrays, make_setup, stack_hypers
 
 RESULTS = Path(__file__).parent / "results"
@@ -156,15 +157,19 @@ def roofline(setup: ppo.Setup) -> dict[str, float]:
     """
     config, env, agent = setup
     shapes = jax.eval_shape(agent.init, jax.random.key(0), load_settings(config.env).hyper)
+    samples, shape = config.batch_size * config.update_epochs, env.observation_space.shape
+    torsos = 1 if agent.network.shared_torso else 2
+    layers = conv_shapes(agent.network.cnn_layers, shape)
+    multiplied = [torsos * conv.positions * conv.patch * conv.features for conv in layers]
     kernels = [x.shape for x in jax.tree.leaves(shapes) if len(x.shape) == 2]
-    samples = config.batch_size * config.update_epochs
     # Forward, and both gradients; nobody needs the one of the observations.
-    features = {math.prod(env.observation_space.shape)}
-    products = sum(
-        2 * samples * math.prod(shape) * (2 if shape[0] in features else 3) for shape in kernels
+    first = (
+        multiplied[0] if layers else sum(k[0] * k[1] for k in kernels if k[0] == math.prod(shape))
     )
-    torsos = 1 if config.shared_torso else 2
-    units = torsos * sum(config.torso_layers)
+    multiplied += [math.prod(kernel) for kernel in kernels]
+    products = 2 * samples * (3 * sum(multiplied) - first)
+    units = torsos * sum(agent.network.torso_layers)
+    units += torsos * sum(conv.positions * conv.features for conv in layers)
     units += sum(config.policy_layers) + sum(config.value_layers)
     params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     per_sample = math.prod(env.observation_space.shape) + 2 * noise_size(env.action_space) + 6

@@ -14,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from purejaxppo import stats
-from purejaxppo.config import Config, ConfigError, Hyper
+from purejaxppo.config import Config, ConfigError, Hyper, show_cnn_layers
 from purejaxppo.distributions import (
     Categorical,
     Distribution,
@@ -22,7 +22,14 @@ from purejaxppo.distributions import (
     MultiCategorical,
     TanhGaussian,
 )
-from purejaxppo.networks import ActorCritic, NetworkOutput, init_params
+from purejaxppo.networks import (
+    CNN_LAYERS,
+    ActorCritic,
+    CnnLayers,
+    NetworkOutput,
+    conv_shapes,
+    init_params,
+)
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
 
 # An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
@@ -55,9 +62,14 @@ class Agent:
     network: ActorCritic
     squash: bool  # tanh-Gaussian instead of a clipped one
 
+    @property
+    def num_units(self) -> int:
+        """Numbers that the layers of the network hold for one observation."""
+        return self.network.num_units(self.observation_space.shape)
+
     def init(self, key: Array, hyper: Hyper) -> Any:
         """Parameters; consumes key."""
-        features = jnp.zeros((1, num_features(self.observation_space)))
+        features = self._features(None, jnp.zeros((1, *self.observation_space.shape), jnp.uint8))
         example = (features, self.init_carry(1), jnp.ones(1, bool))
         return init_params(self.network, key, example, jnp.asarray(hyper.init_log_std))
 
@@ -81,12 +93,19 @@ class Agent:
         return AgentOutput(self._policy(output), output.value, output.carry)
 
     def _features(self, obs_stats: stats.Moments | None, obs: Array) -> Array:
-        """[..., F] float32: one-hot for a Discrete space, else normalised and flattened."""
+        """[..., F] float32, or images [..., H, W, C] where the network has convolutions.
+
+        One-hot for a Discrete space, else normalised; bytes that are not lie in 0 ... 1.
+        """
         if isinstance(self.observation_space, Discrete):
             return jax.nn.one_hot(obs, self.observation_space.n)
         obs = obs.astype(jnp.float32)
         if obs_stats is not None:
             obs = stats.normalize(obs_stats, obs)
+        elif is_bytes(self.observation_space):
+            obs = obs / 255.0
+        if self.network.cnn_layers:
+            return obs
         batch = obs.shape[: obs.ndim - len(self.observation_space.shape)]
         return obs.reshape(*batch, -1)
 
@@ -117,17 +136,43 @@ def make_agent(config: Config, observation_space: Space, action_space: Space) ->
     """
     check_spaces(config, observation_space, action_space)
     continuous = isinstance(action_space, Box)
+    cnn_layers, torso_layers = _torso_layers(config, observation_space.shape)
     network = ActorCritic(
         num_outputs=num_outputs(action_space),
-        torso_layers=config.torso_layers,
+        cnn_layers=cnn_layers,
+        torso_layers=torso_layers,
         policy_layers=config.policy_layers,
         value_layers=config.value_layers,
-        shared_torso=config.shared_torso,
-        activation=config.activation,
+        shared_torso=bool(cnn_layers) if config.shared_torso is None else config.shared_torso,
+        activation=config.activation or ("relu" if cnn_layers else "tanh"),
+        convolution=config.convolution,
         log_std=config.log_std if continuous else None,
     )
     squash = config.action_distribution == "tanh_gaussian"
     return Agent(observation_space, action_space, network, squash)
+
+
+def _torso_layers(config: Config, shape: tuple[int, ...]) -> tuple[CnnLayers, tuple[int, ...]]:
+    """Convolutions and widths of dense layers: those asked for, or else those that fit the shape.
+
+    Raises:
+        ConfigError: convolutions do not fit it.
+    """
+    cnn_layers, torso_layers = config.cnn_layers, config.torso_layers
+    side = min(shape[:2]) if len(shape) == 3 else 0  # the smallest of an image
+    if cnn_layers is None:
+        name = "nature" if side >= 36 else "minatar" if side >= 3 else "flat"
+        cnn_layers = CNN_LAYERS[name]
+    if torso_layers is None:
+        torso_layers = ((512,) if side >= 36 else (128,)) if cnn_layers else (64, 64)
+    try:
+        conv_shapes(cnn_layers, shape)
+    except ValueError as error:
+        raise ConfigError(
+            f"--cnn-layers {show_cnn_layers(cnn_layers)} does not fit the observations of "
+            f"{config.env}, {list(shape)}: {error}"
+        ) from None
+    return cnn_layers, torso_layers
 
 
 def check_spaces(config: Config, observation_space: Space, action_space: Space) -> None:
@@ -169,9 +214,9 @@ def check_spaces(config: Config, observation_space: Space, action_space: Space) 
         )
 
 
-def num_features(space: Space) -> int:
-    """Size of an observation as the network sees it."""
-    return space.n if isinstance(space, Discrete) else math.prod(space.shape)
+def is_bytes(space: Space) -> bool:
+    """Whether observations are those of an image as cameras give them, 0 ... 255."""
+    return isinstance(space, Box) and space.dtype == "uint8"
 
 
 def num_outputs(space: Space) -> int:

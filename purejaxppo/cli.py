@@ -231,8 +231,8 @@ def parse(arguments: list[str]) -> Settings:
     first.add_argument("--config")
     first.add_argument("--backend")
     first.add_argument("--resume")
-    # Tyro would let the last --sweep win.
-    first.add_argument("--sweep", action="extend", nargs="+")
+    for name in ("--sweep", "--log"):  # of which Tyro would let the last win
+        first.add_argument(name, action="extend", nargs="+")
     try:
         known, rest = first.parse_known_args(arguments)
     except argparse.ArgumentError as error:
@@ -242,9 +242,8 @@ def parse(arguments: list[str]) -> Settings:
         base = _to_go_on(known)
     else:
         base = options.load_settings(env, known.config, known.backend)
-    if known.sweep is not None:
-        run = dataclasses.replace(base.run, sweep=tuple(known.sweep))
-        base = dataclasses.replace(base, run=run)
+    given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
+    base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
@@ -297,6 +296,17 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     def rule(info: Any) -> tyro.constructors.PrimitiveConstructorSpec | None:
         if info.type is int:
             return _spec("INT", options.parse_int, str, int)
+        if info.type == bool | None:  # which is given as other flags are, or with true or false
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs="*",
+                metavar="[true|false]",
+                instance_from_str=options.parse_flag,
+                is_instance=lambda value: value is None or isinstance(value, bool),
+                str_from_instance=lambda value: [str(value).lower()],
+            )
+        if info.type == options.CnnLayers:
+            shown = options.show_cnn_layers
+            return _spec("NAME|INTxINTxINT,...", options.parse_cnn_layers, shown, tuple)
         if get_args(info.type) == (int, ...):
             return _spec("INT,...", options.parse_layers, lambda x: ",".join(map(str, x)), tuple)
         if info.type == options.EnvArgs:

@@ -19,8 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 from flax import struct
 
-from purejaxppo.networks import ACTIVATIONS
+from purejaxppo.networks import ACTIVATIONS, CNN_LAYERS, CnnLayers
 
+_LOGS = ("tensorboard", "wandb")
 EnvArgs = tuple[tuple[str, Any], ...]
 
 
@@ -38,6 +39,12 @@ class Config:
     """Arguments of the environment's factory, as name=value ..."""
     backend: str | None = None
     """Physics of a Brax environment: spring, positional, generalized or mjx."""
+    grayscale: bool = False
+    """Images in grey, not in red, green and blue."""
+    resize: tuple[int, int] | None = None
+    """Height and width that images are brought to."""
+    frame_stack: int = 1
+    """Images that make an observation: the last ones of the episode, as channels."""
     total_timesteps: int = 1_000_000
     """Environment steps of each run, rounded up to whole iterations."""
     num_envs: int = 16
@@ -48,18 +55,27 @@ class Config:
     """Passes over each rollout."""
     num_minibatches: int = 4
     """Minibatches in a pass; num_envs * num_steps must be a multiple."""
+    microbatch_size: int | None = None
+    """Samples of a minibatch whose gradients are computed at a time, and then averaged: takes less
+    memory. By default all, or on a CPU as many as fit its cache where there are convolutions."""
     minibatches: Literal["samples", "sequences"] = "samples"
     """Minibatches of single samples, or of whole rollouts of some of the environments."""
-    torso_layers: tuple[int, ...] = (64, 64)
-    """Widths of the layers before policy and value part."""
+    cnn_layers: CnnLayers | None = None
+    """Convolutions, features x kernel x stride of each, or nature, minatar, flat (for none). By
+    default those that fit the observations."""
+    torso_layers: tuple[int, ...] | None = None
+    """Widths of the dense layers before policy and value part; by default 64,64, and after
+    convolutions 512 or, of small images, 128."""
     policy_layers: tuple[int, ...] = ()
     """Widths of further layers of the policy."""
     value_layers: tuple[int, ...] = ()
     """Widths of further layers of the value function."""
-    shared_torso: bool = False
-    """One torso for policy and value instead of one each."""
-    activation: str = "tanh"
-    """Activation function: tanh, relu, swish, gelu or elu."""
+    shared_torso: bool | None = None
+    """One torso for policy and value instead of one each; by default with convolutions alone."""
+    activation: str | None = None
+    """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
+    convolution: Literal["auto", "patches", "xla"] = "auto"
+    """How a convolution is computed: by a product of patches, as on a CPU by default, or by XLA's."""
     action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
     """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
     log_std: Literal["parameter", "state"] = "parameter"
@@ -114,6 +130,8 @@ class Hyper(struct.PyTreeNode):
     """Clip range of the value function; not clipped when not given."""
     reward_scale: float = 1.0
     """What rewards are multiplied by for learning; scores stay as they are."""
+    reward_clip: float | None = None
+    """Rewards are clipped to this for learning, up and down; scores stay as they are."""
     ent_coef: float = 0.01
     """Weight of the entropy bonus."""
     vf_coef: float = 0.5
@@ -144,6 +162,8 @@ class RunOptions:
     """Episodes of an evaluation; 0 for none."""
     video_every: int | None = None
     """Environment steps between videos of a run's policy, in videos/; none when not given."""
+    log: tuple[str, ...] = ()
+    """Where curves and videos go beside the run directory: tensorboard, wandb."""
     metrics_rows: int = 1000
     """Most rows a run has in metrics.csv, 0 for one an iteration."""
     run_dir: str | None = None
@@ -196,7 +216,7 @@ class Settings:
         """Flat and complete, ready for YAML."""
         parts = (self.config, self.hyper, self.run)
         flat = {k: v for part in parts for k, v in vars(part).items()}
-        flat = {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
+        flat = {k: thaw(v) for k, v in flat.items()}
         return flat | {"env_args": dict(self.config.env_args)}
 
 
@@ -227,7 +247,8 @@ def shipped_config(env: str, backend: str | None = None) -> Path | None:
 
 
 def _suite_directory(env: str) -> Path:
-    return config_directory() / (env.rpartition("/")[0] or "gymnax")
+    own = "minatar" if env.endswith("-MinAtar") else "gymnax"  # of what has no suite in its name
+    return config_directory() / (env.rpartition("/")[0] or own)
 
 
 def _shipped_values(env: str, backend: str | None) -> dict[str, Any]:
@@ -316,9 +337,42 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(parse_int(part) for part in text.split(",") if part.strip())
 
 
+def parse_flag(texts: list[str]) -> bool:
+    """Of a flag that may be given alone, or with true or false.
+
+    Raises:
+        ValueError: with anything else.
+    """
+    if texts not in ([], ["true"], ["false"]):
+        raise ValueError(f"{' '.join(texts)!r} is not true or false")
+    return texts != ["false"]
+
+
+def parse_cnn_layers(text: str) -> CnnLayers:
+    """Convolutions by a name of theirs, or as 32x8x4,64x4x2: features x kernel x stride of each.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text in CNN_LAYERS:
+        return CNN_LAYERS[text]
+    return _convert([part.split("x") for part in text.split(",")], CnnLayers)
+
+
+def show_cnn_layers(layers: CnnLayers) -> str:
+    """Convolutions as `parse_cnn_layers` reads them."""
+    names = {known: name for name, known in CNN_LAYERS.items()}
+    return names.get(layers, ",".join("x".join(map(str, layer)) for layer in layers))
+
+
 def freeze(value: Any) -> Any:
     """Lists as tuples, so that the value can be hashed."""
     return tuple(freeze(item) for item in value) if isinstance(value, list) else value
+
+
+def thaw(value: Any) -> Any:
+    """Tuples as lists, as YAML has them."""
+    return [thaw(item) for item in value] if isinstance(value, tuple) else value
 
 
 def suggest(name: str, known: Iterable[str], most: int = 1) -> str:
@@ -350,12 +404,18 @@ def validate(settings: Settings) -> None:
         "update_epochs",
         "num_minibatches",
         "pool_size",
+        "frame_stack",
     ):
         require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
+    size = config.microbatch_size
+    require(size is None or size >= 1, "microbatch_size", size, "at least 1")
+    require(min(config.resize or (1,)) >= 1, "resize", config.resize, "sizes of at least 1")
     for name in ("torso_layers", "policy_layers", "value_layers"):
         widths = getattr(config, name)
-        require(all(w >= 1 for w in widths), name, widths, "widths of at least 1")
-    if config.activation not in ACTIVATIONS:
+        require(all(w >= 1 for w in widths or ()), name, widths, "widths of at least 1")
+    for layer in config.cnn_layers or ():
+        require(min(layer) >= 1, "cnn_layers", layer, "features, kernel and stride of at least 1")
+    if config.activation not in (None, *ACTIVATIONS):
         require(False, "activation", config.activation, f"one of {', '.join(ACTIVATIONS)}")
     for name in ("gamma", "gae_lambda"):
         require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
@@ -364,7 +424,7 @@ def validate(settings: Settings) -> None:
         require(0 <= value < math.inf, name, value, "at least 0")
     require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
     for name in (
-        "learning_rate", "critic_learning_rate", "reward_scale", "clip_eps", "value_clip_eps",
+        "learning_rate", "critic_learning_rate", "reward_scale", "reward_clip", "clip_eps", "value_clip_eps",
         "max_grad_norm", "adam_eps", "target_kl", "desired_kl",
     ):  # fmt: skip
         value = getattr(hyper, name)
@@ -376,6 +436,8 @@ def validate_run(run: RunOptions) -> None:
     """Raises ConfigError for a value out of range."""
     for name in ("seed", "eval_episodes", "metrics_rows", "checkpoint_every", "keep"):
         require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
+    for name in run.log:
+        require(name in _LOGS, "log", name, f"one of {', '.join(_LOGS)}")
     require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
     require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
     require(
@@ -482,10 +544,15 @@ def _convert(value: Any, hint: Any) -> Any:
         if get_origin(first) is Literal:
             return value if value in get_args(first) else _convert(value, second)
         return None if value is None else _convert(value, first)
+    if hint == CnnLayers and isinstance(value, str):
+        return parse_cnn_layers(value)
     if get_origin(hint) is tuple:
         if isinstance(value, str):
             raise TypeError
-        return tuple(_convert(item, get_args(hint)[0]) for item in value)
+        kinds = get_args(hint)
+        if kinds[-1] is Ellipsis:
+            kinds = (kinds[0],) * len(value)
+        return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
     if get_origin(hint) is Literal:
         # YAML 1.1 reads off and no as false.
         value = "off" if value is False else value
@@ -499,6 +566,8 @@ def _convert(value: Any, hint: Any) -> Any:
 
 def _describe(hint: Any) -> str:
     arguments = get_args(hint)
+    if hint == CnnLayers:
+        return f"one of {', '.join(CNN_LAYERS)}, or features x kernel x stride as 32x8x4,64x4x2"
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_describe(part) for part in arguments if part is not types.NoneType)
     if get_origin(hint) is Literal:

@@ -15,6 +15,7 @@ import jax.export
 import numpy as np
 
 from purejaxppo import machine, numpy_policy
+from purejaxppo.agent import is_bytes
 from purejaxppo.config import ConfigError
 from purejaxppo.policy import Policy, act
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
@@ -91,13 +92,27 @@ def make_arrays(policy: Policy) -> Arrays:
         mean, var = jax.device_get((policy.obs_stats.mean, policy.obs_stats.var))
         std, clip = np.sqrt(var + np.float32(1e-8)), np.float32(10.0)
         named |= {"obs_mean": mean, "obs_std": std, "obs_clip": clip}
+    elif is_bytes(agent.observation_space):
+        named |= {
+            "obs_mean": np.float32(0.0),
+            "obs_std": np.float32(255.0),
+            "obs_clip": np.float32(1.0),
+        }
     torsos = [params[part] for part in ("torso", "policy") if part in params]
-    layers = [torso[f"Dense_{i}"] for torso in torsos for i in range(len(torso))]
+    layers = [torso[name] for torso in torsos for name in sorted(torso, key=_place)]
     layers.append(params["policy_head"])
     for i, layer in enumerate(layers):
         named |= {f"kernel_{i}": layer["kernel"], f"bias_{i}": layer["bias"]}
+    for i, (_, _, stride) in enumerate(agent.network.cnn_layers):
+        named[f"stride_{i}"] = stride
     named |= {"num_layers": len(layers)} | _head(agent.action_space, agent.squash)
     return {name: np.asarray(value) for name, value in named.items()}
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Where in a torso a layer stands, as Conv_0 or Dense_10 says."""
+    kind, _, number = name.partition("_")
+    return kind, int(number)
 
 
 def _head(space: Space, squash: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from purejaxppo.loop import Training
 from purejaxppo.report import write_reports
 from purejaxppo.rundir import RunDirectory, check_options, options_of, write_config
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
+from purejaxppo.trackers import Trackers
 
 
 def train(settings: Settings) -> int:
@@ -91,7 +92,8 @@ def _run(
     }
     swept = trainings[0].runs[0].setting.swept
     run = directory.settings.run
-    tables = Tables(directory.path, swept, goes_on=run.resume is not None)
+    trackers = _trackers(trainings, directory, display) if machine.is_main() and run.log else None
+    tables = Tables(directory.path, swept, run.resume is not None, trackers)
     with machine.Interrupt() as interrupt, tables:
         for number, training in enumerate(trainings):
             if interrupt.check():
@@ -111,6 +113,19 @@ def _run(
         "device": about["device"],
     }
     return facts, interrupt.signal
+
+
+def _trackers(trainings: list[Training], directory: RunDirectory, display: Display) -> Trackers:
+    """Those that --log names."""
+    done = {
+        run.number: training.iteration * training.config.batch_size
+        for training in trainings
+        for run in training.runs
+        if directory.settings.run.resume is not None
+    }
+    runs = [run for training in trainings for run in training.runs]
+    settings = options_of(directory.settings)
+    return Trackers(directory.settings.run.log, directory.path, runs, settings, done, display.say)
 
 
 def _checkpoints(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from purejaxppo.config import ConfigError
 from purejaxppo.sweep import Run, show
+from purejaxppo.trackers import Trackers
 from purejaxppo.types import Episode, Metrics
 
 METRICS_COLUMNS = ["run", "seed", "iteration", "env_steps", *Metrics.__dataclass_fields__]
@@ -20,18 +23,24 @@ EVALUATION_COLUMNS = [
 ]  # fmt: skip
 
 
+Follow = Callable[[list[dict[str, Any]]], None]
+
+
 class Table:
     """A CSV file with a header; what is not a finite number stays empty.
 
     Args:
         goes_on: append to what is there; else nothing may be.
+        follow: takes the rows, too.
 
     Raises:
         FileExistsError: there is something.
     """
 
-    def __init__(self, path: Path, columns: list[str], goes_on: bool = False) -> None:
-        self._columns = columns
+    def __init__(
+        self, path: Path, columns: list[str], goes_on: bool = False, follow: Follow | None = None
+    ) -> None:
+        self._columns, self._follow = columns, follow
         self._file = path.open("a" if goes_on else "x", newline="")
         self._writer = csv.writer(self._file)
         if not self._file.tell():
@@ -43,6 +52,8 @@ class Table:
         for row in rows:
             self._writer.writerow([_cell(row[column]) for column in self._columns])
         self._file.flush()
+        if self._follow is not None:
+            self._follow(rows)
 
     def sync(self) -> None:
         """Brings all rows to the disk."""
@@ -58,12 +69,29 @@ class Tables:
     Args:
         swept: the options that runs differ in, with any values.
         goes_on: append to those that are there, which `keep_rows` has cut.
+        trackers: take what the tables take, and videos.
     """
 
-    def __init__(self, run_dir: Path, swept: dict[str, Any], goes_on: bool = False) -> None:
-        columns = list(swept_columns(swept))
-        self.metrics = Table(run_dir / "metrics.csv", METRICS_COLUMNS + columns, goes_on)
-        self.evaluation = Table(run_dir / "evaluation.csv", EVALUATION_COLUMNS + columns, goes_on)
+    def __init__(
+        self,
+        run_dir: Path,
+        swept: dict[str, Any],
+        goes_on: bool = False,
+        trackers: Trackers | None = None,
+    ) -> None:
+        self._trackers = trackers
+
+        def table(name: str, columns: list[str], kind: str) -> Table:
+            follow = functools.partial(trackers.write, kind) if trackers else None
+            return Table(run_dir / name, columns + list(swept_columns(swept)), goes_on, follow)
+
+        self.metrics = table("metrics.csv", METRICS_COLUMNS, "")
+        self.evaluation = table("evaluation.csv", EVALUATION_COLUMNS, "evaluation/")
+
+    def video(self, run: int, env_steps: int, path: Path) -> None:
+        """Tells of a film of a run."""
+        if self._trackers is not None:
+            self._trackers.video(run, env_steps, path)
 
     def sync(self) -> None:
         """Brings all rows to the disk."""
@@ -76,6 +104,8 @@ class Tables:
     def __exit__(self, *_: object) -> None:
         self.metrics.close()
         self.evaluation.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def keep_rows(path: Path, until: dict[int, int], target: Path | None = None) -> dict[int, int]:

@@ -17,7 +17,6 @@ from purejaxppo import envs
 from purejaxppo.checkpoint import Best, Checkpoint, Writer, finite, flatten
 from purejaxppo.config import Config, ConfigError, RunOptions
 from purejaxppo.display import Display
-from purejaxppo.envs.base import Vectorized
 from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, pool
 from purejaxppo.machine import Interrupt, Memory, agree, gib, resident_bytes
 from purejaxppo.policy import Policy
@@ -127,7 +126,7 @@ class Training:
         self.plan = plan
         setup = make_setup(_share(self.config, plan.shards), self._env)
         episodes = max(1, -(-self.options.eval_episodes // plan.shards))
-        self.trainer = Trainer(setup, plan, Vectorized(self._env, episodes))
+        self.trainer = Trainer(setup, plan, envs.vectorize(self.config, self._env, episodes))
         self._hypers = self.trainer.shard(stack_hypers([run.setting.hyper for run in self.runs]))
         seeds = np.array([run.seed for run in self.runs], np.uint32)
         self._start = (self.trainer.shard(seeds), self._hypers, ())
@@ -411,10 +410,13 @@ class Training:
         policy = Policy(run, self._env, agent, own["params"], own["obs_stats"], self.iteration)
         self._videos.mkdir(exist_ok=True)
         steps = self.iteration * self.config.batch_size
+        path = self._videos / f"run{run.number}-{steps:012d}.gif"
         try:
-            render(policy, self._videos / f"run{run.number}-{steps:012d}.gif", episodes=1)
+            render(policy, path, episodes=1)
         except ConfigError as error:  # a film is not worth a training
             self.display.say(f"no video: {error}")
+        else:
+            self._tables.video(run.number, steps, path)
 
 
 def _share(config: Config, shards: int) -> Config:

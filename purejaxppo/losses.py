@@ -29,7 +29,7 @@ class Minibatch(struct.PyTreeNode):
     value: Array  # [B] of the value function that acted
     advantage: Array  # [B]
     target: Array  # [B] of the value function
-    valid: Array  # [B] bool, False: left out of everything
+    weight: Array  # [B] in every mean; 0: not valid, and left out of everything
 
 
 class Coefficients(struct.PyTreeNode):
@@ -96,16 +96,22 @@ def gae(
 
 def masked_mean(x: Array, mask: Array) -> Array:
     """[] mean of x where mask, on all devices; 0 where there is none. Both of one shape."""
-    return mean_over_devices(_part_of_mean(x, mask))
+    return mean_over_devices(_weighted_mean(x, sample_weights(mask)))
 
 
-def _part_of_mean(x: Array, mask: Array) -> Array:
-    """[] this device's part of it: `masked_mean` is the mean of it over devices.
+def sample_weights(mask: Array) -> Array:
+    """Weights 0 and w, w such that they are 1 on average over all devices; 0 where mask is.
 
-    A loss is made of these, and its gradients are averaged afterwards.
+    A mean with these weights may be taken of equal parts, and the mean of the parts is the same:
+    a loss is made of such means, and its gradients are averaged afterwards.
     """
-    count = mean_over_devices(jnp.sum(mask, dtype=jnp.float32))
-    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(count, 1e-8)
+    share = mean_over_devices(jnp.mean(mask, dtype=jnp.float32))
+    return mask / jnp.maximum(share, 1e-8)
+
+
+def _weighted_mean(x: Array, weight: Array) -> Array:
+    """[] of this device's part; both of one shape."""
+    return jnp.mean(jnp.where(weight > 0, weight * x, 0.0))
 
 
 def masked_var(x: Array, mask: Array) -> Array:
@@ -132,29 +138,31 @@ def ppo_loss(
         value: [B] likewise.
 
     Returns:
-        [] the loss to minimise, and its parts; of several devices, to be averaged over them.
+        [] the loss to minimise, and its parts; of several devices or equal parts of a minibatch, to
+        be averaged over them.
     """
-    for name in ("log_prob", "value", "advantage", "target", "valid"):
+    for name in ("log_prob", "value", "advantage", "target", "weight"):
         chex.assert_shape(getattr(batch, name), value.shape, custom_message=name)
     log_prob = policy.log_prob(batch.action)
     chex.assert_shape(log_prob, value.shape, custom_message="policy.log_prob")
     # Where a step is not valid the ratio is 1 and gives no gradient, whatever was stored.
-    log_ratio = jnp.where(batch.valid, log_prob - batch.log_prob, 0.0)
+    valid = batch.weight > 0
+    log_ratio = jnp.where(valid, log_prob - batch.log_prob, 0.0)
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - coef.clip_eps, 1 + coef.clip_eps)
     surrogate = jnp.minimum(ratio * batch.advantage, clipped_ratio * batch.advantage)
-    target = jnp.where(batch.valid, batch.target, 0.0)
+    target = jnp.where(valid, batch.target, 0.0)
     error = jnp.square(value - target)
     if coef.value_clip_eps is not None:
-        old_value = jnp.where(batch.valid, batch.value, 0.0)
+        old_value = jnp.where(valid, batch.value, 0.0)
         move = jnp.clip(value - old_value, -coef.value_clip_eps, coef.value_clip_eps)
         error = jnp.maximum(error, jnp.square(old_value + move - target))
     metrics = LossMetrics(
-        policy_loss=-_part_of_mean(surrogate, batch.valid),
-        value_loss=0.5 * _part_of_mean(error, batch.valid),
-        entropy=_part_of_mean(policy.entropy(batch.noise), batch.valid),
-        approx_kl=_part_of_mean(ratio - 1 - log_ratio, batch.valid),
-        clip_fraction=_part_of_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.valid),
+        policy_loss=-_weighted_mean(surrogate, batch.weight),
+        value_loss=0.5 * _weighted_mean(error, batch.weight),
+        entropy=_weighted_mean(policy.entropy(batch.noise), batch.weight),
+        approx_kl=_weighted_mean(ratio - 1 - log_ratio, batch.weight),
+        clip_fraction=_weighted_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.weight),
     )
     loss = metrics.policy_loss + coef.vf_coef * metrics.value_loss - coef.ent_coef * metrics.entropy
     return loss, metrics

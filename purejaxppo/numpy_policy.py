@@ -25,13 +25,22 @@ class Policy:
     def __call__(self, obs):
         """Actions [..., *action_shape] for obs [..., *observation_shape], as the environment has it."""
         arrays, obs = self.arrays, np.asarray(obs)
-        batch = obs.shape[: obs.ndim - len(arrays["observation_shape"])]
-        x = self._features(obs).reshape(*batch, len(arrays["kernel_0"]))
+        shape = tuple(arrays["observation_shape"])
+        batch = obs.shape[: obs.ndim - len(shape)]
+        x = self._features(obs.reshape(int(np.prod(batch)), *shape))
         last = int(arrays["num_layers"]) - 1
         for i in range(last):
-            x = self.activation(x @ arrays[f"kernel_{i}"] + arrays[f"bias_{i}"])
-        output = x @ arrays[f"kernel_{last}"] + arrays[f"bias_{last}"]
-        return self._action(output).reshape(batch + tuple(arrays["action_shape"]))
+            x = self.activation(self._layer(i, x))
+        return self._action(self._layer(last, x)).reshape(batch + tuple(arrays["action_shape"]))
+
+    def _layer(self, i, x):
+        """A convolution without padding of images [B, H, W, C], or a dense layer."""
+        kernel, bias = self.arrays[f"kernel_{i}"], self.arrays[f"bias_{i}"]
+        if kernel.ndim == 2:
+            return x.reshape(len(x), len(kernel)) @ kernel + bias
+        stride, size = int(self.arrays[f"stride_{i}"]), kernel.shape[:2]
+        windows = np.lib.stride_tricks.sliding_window_view(x, size, axis=(1, 2))
+        return np.tensordot(windows[:, ::stride, ::stride], kernel, ((4, 5, 3), (0, 1, 2))) + bias
 
     def _features(self, obs):
         """What the network sees: a Discrete observation one-hot, any other normalised."""

@@ -43,8 +43,8 @@ def make_onnx(arrays: Arrays, dtype: np.dtype) -> bytes:
     add, last = _Graph(), int(arrays["num_layers"]) - 1
     x = _features(add, arrays)
     for i in range(last):
-        x = _activation(add, str(arrays["activation"]), _dense(add, arrays, i, x))
-    action = _action(add, arrays, _dense(add, arrays, last, x))
+        x = _activation(add, str(arrays["activation"]), _layer(add, arrays, i, x))
+    action = _action(add, arrays, _layer(add, arrays, last, x))
     add("Reshape", action, [-1, *arrays["action_shape"]])
     add.nodes[-1].output[:] = ["action"]
 
@@ -63,7 +63,7 @@ def make_onnx(arrays: Arrays, dtype: np.dtype) -> bytes:
 
 
 def _features(add: _Graph, arrays: Arrays) -> str:
-    """[b, F] one-hot of a Discrete observation, else normalised and flattened."""
+    """[b, ...] one-hot of a Discrete observation, else normalised."""
     if "num_observations" in arrays:
         choices = np.arange(int(arrays["num_observations"]), dtype=np.int32)
         return add(
@@ -73,11 +73,18 @@ def _features(add: _Graph, arrays: Arrays) -> str:
     if "obs_mean" in arrays:
         obs = add("Div", add("Sub", obs, arrays["obs_mean"]), arrays["obs_std"])
         obs = add("Clip", obs, -arrays["obs_clip"], arrays["obs_clip"])
-    return add("Flatten", obs)
+    return obs
 
 
-def _dense(add: _Graph, arrays: Arrays, i: int, x: str) -> str:
-    return add("Gemm", x, arrays[f"kernel_{i}"], arrays[f"bias_{i}"])
+def _layer(add: _Graph, arrays: Arrays, i: int, x: str) -> str:
+    """A convolution of images [b, H, W, C], or a dense layer."""
+    kernel, bias = arrays[f"kernel_{i}"], arrays[f"bias_{i}"]
+    if kernel.ndim == 2:
+        return add("Gemm", add("Flatten", x), kernel, bias)
+    strides = [int(arrays[f"stride_{i}"])] * 2
+    x = add("Transpose", x, perm=[0, 3, 1, 2])
+    x = add("Conv", x, kernel.transpose(3, 2, 0, 1), bias, strides=strides)
+    return add("Transpose", x, perm=[0, 2, 3, 1])
 
 
 def _activation(add: _Graph, name: str, x: str) -> str:

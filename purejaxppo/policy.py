@@ -16,7 +16,7 @@ from purejaxppo.agent import Agent
 from purejaxppo.checkpoint import finite
 from purejaxppo.config import Config, ConfigError
 from purejaxppo.distributions import draw_noise
-from purejaxppo.envs.base import Environment, Vectorized
+from purejaxppo.envs.base import Environment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.rundir import RunDirectory
 from purejaxppo.stats import Moments
@@ -157,7 +157,7 @@ def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) ->
 
     `ended` is False for one without a time limit that was given up.
     """
-    env = Vectorized(policy.env, episodes)
+    env = envs.vectorize(policy.config, policy.env, episodes)
     key = jax.random.key(seed)
     played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, not sampled)
     return jax.tree.map(np.asarray, played)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -40,8 +41,12 @@ from purejaxppo.losses import (
     masked_var,
     normalize_advantages,
     ppo_loss,
+    sample_weights,
 )
 from purejaxppo.types import Episode, Metrics, PyTree, Rollout, Scalar, TrainState, Transition
+
+# Bytes of activations that a CPU multiplies fastest at a time.
+_CACHED = 16 * 2**20
 
 
 class Setup(NamedTuple):
@@ -220,6 +225,8 @@ def _act(
     chex.assert_shape(timestep.reward, batch, custom_message="reward")
     chex.assert_shape(timestep.terminated, batch, custom_message="terminated")
     chex.assert_shape(timestep.truncated, batch, custom_message="truncated")
+    valid = jnp.ones(batch, bool) if timestep.valid is None else timestep.valid
+    chex.assert_shape(valid, batch, custom_message="valid")
     transition = Transition(
         obs=obs,
         first=actor.first,
@@ -230,7 +237,7 @@ def _act(
         reward=timestep.reward,
         terminated=timestep.terminated,
         truncated=timestep.truncated,
-        valid=jnp.ones(batch, bool) if timestep.valid is None else timestep.valid,
+        valid=valid,
     )
     final_obs = actor.final_obs
     if window := truncation_window(env):
@@ -260,7 +267,7 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
         next_value = jnp.where(steps.truncated, final_value, next_value)
     # Without the barrier XLA rewrites this division as it likes, and differently with more devices.
     scale = jax.lax.optimization_barrier(stats.return_scale(state.return_stats))
-    reward = steps.reward * hyper.reward_scale / scale
+    reward = clipped(steps.reward, hyper) * hyper.reward_scale / scale
     return gae(
         reward,
         steps.value,
@@ -270,6 +277,12 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
         hyper.gamma,
         hyper.gae_lambda,
     )
+
+
+def clipped(reward: Array, hyper: Hyper) -> Array:
+    """Rewards as they are learned from, in the environment's units."""
+    clip = hyper.reward_clip
+    return reward if clip is None else jnp.clip(reward, -clip, clip)
 
 
 def update(
@@ -303,7 +316,7 @@ def update(
         value=steps.value,
         advantage=normalized,
         target=advantage + steps.value,
-        valid=steps.valid,
+        weight=sample_weights(steps.valid),
     )
     samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
     learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
@@ -327,12 +340,13 @@ def _update_minibatch(
     """One step of the optimiser, on the samples [T * N, ...] that index [B] picks."""
     config = setup.config
     batch = jax.tree.map(lambda x: x[index], samples)
+    valid = batch.weight > 0
+    batch = batch.replace(weight=sample_weights(valid))
     if config.normalize_advantages == "minibatch":
-        batch = batch.replace(advantage=normalize_advantages(batch.advantage, batch.valid))
+        batch = batch.replace(advantage=normalize_advantages(batch.advantage, valid))
     coef = coefficients(config, hyper, remaining)
-    grads, losses = mean_over_devices(
-        jax.grad(_loss, has_aux=True)(learner.params, setup, state, batch, coef)
-    )
+    gradients = functools.partial(_gradients, setup, state, learner.params, coef)
+    grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
     opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
     scale = learning_rate_scale(config, opt_state, remaining)
     params, opt_state, norm = apply_gradients(hyper, learner.params, opt_state, grads, scale)
@@ -347,6 +361,37 @@ def _update_minibatch(
         learning_rate=hyper.learning_rate * scale,
         applied=~stepped.stopped,
     )
+
+
+def num_microbatches(setup: Setup) -> int:
+    """Equal parts of a minibatch whose gradients are computed one after another."""
+    config, _, agent = setup
+    size = config.batch_size // config.num_minibatches
+    most = config.microbatch_size or size
+    convolutional = agent.network.cnn_layers and jax.default_backend() == "cpu"
+    if config.microbatch_size is None and convolutional:
+        most = _CACHED // (4 * agent.num_units)
+    parts = (n for n in range(1, size + 1) if size % n == 0)
+    return next(n for n in parts if size // n <= max(most, 1))
+
+
+def mean_over_parts(function: Callable[[PyTree], PyTree], batch: PyTree, parts: int) -> PyTree:
+    """The mean of what a function gives for equal parts of a batch [B, ...], one after another."""
+    if parts == 1:
+        return function(batch)
+    batches = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], batches))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = jax.lax.scan(
+        lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), zeros, batches
+    )
+    return jax.tree.map(lambda x: x / parts, total)
+
+
+def _gradients(
+    setup: Setup, state: TrainState, params: PyTree, coef: Coefficients, batch: Minibatch
+) -> tuple[PyTree, LossMetrics]:
+    return jax.grad(_loss, has_aux=True)(params, setup, state, batch, coef)
 
 
 def _loss(
@@ -375,7 +420,7 @@ def update_statistics(state: TrainState, steps: Transition, hyper: Hyper) -> Tra
     if return_stats is not None:
         ended = steps.terminated | steps.truncated
         return_stats = stats.update_return_stats(
-            return_stats, steps.reward, ended, steps.valid, hyper.gamma
+            return_stats, clipped(steps.reward, hyper), ended, steps.valid, hyper.gamma
         )
     return state.replace(obs_stats=obs_stats, return_stats=return_stats)
 

@@ -19,10 +19,12 @@ from flax import struct
 from jax import Array
 from PIL import Image, ImageDraw, ImageFont
 
+from purejaxppo import envs
 from purejaxppo.agent import Agent
 from purejaxppo.config import ConfigError
 from purejaxppo.devices import split_keys
-from purejaxppo.envs.base import Environment, Vectorized, VectorState
+from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState
+from purejaxppo.envs.images import of_environment
 from purejaxppo.evaluate import MAX_STEPS
 from purejaxppo.policy import Policy, act
 from purejaxppo.sketches import INK, PAPER, Sketch, sketch_of
@@ -94,7 +96,7 @@ def _shoot(
     """The episodes on the host, and how many steps there are from one slot to the next."""
     if episodes < 1:
         raise ConfigError(f"--episodes {episodes}: must be at least 1")
-    env = Vectorized(policy.env, episodes)
+    env = envs.vectorize(policy.config, policy.env, episodes)
     stride = _pace(sketch)
     limit = env.max_episode_steps or MAX_STEPS
     size = min(max(max_frames // episodes, 2), -(-limit // stride) + 1)
@@ -115,7 +117,7 @@ def _pace(sketch: Sketch) -> int:
 
 @functools.partial(jax.jit, static_argnums=range(5))
 def _play(
-    env: Vectorized,
+    env: VectorEnvironment,
     agent: Agent,
     sees: Callable[[VectorState], PyTree],
     size: int,
@@ -134,7 +136,7 @@ def _play(
     each, limit = jnp.arange(env.num_envs), env.max_episode_steps or MAX_STEPS
     key_reset, key_steps = jax.random.split(key)
 
-    def step(carry: tuple[Array, VectorState, _Film]) -> tuple[Array, VectorState, _Film]:
+    def step(carry: tuple[Array, PyTree, _Film]) -> tuple[Array, PyTree, _Film]:
         t, states, film = carry
         key_noise, key_env = jax.random.split(jax.random.fold_in(key_steps, t))
         action = act(agent, params, obs_stats, states.obs, key_noise if sampled else None)
@@ -146,17 +148,19 @@ def _play(
         kept = jax.tree.map(
             lambda slots, x: slots.at[each, slot].set(x, mode="drop"),
             (film.seen, film.so_far),
-            (sees(states), episode),
+            (sees(of_environment(states)), episode),
         )
         return t, states, _Film(*kept, episode=episode)
 
-    def unfinished(carry: tuple[Array, VectorState, _Film]) -> Array:
+    def unfinished(carry: tuple[Array, PyTree, _Film]) -> Array:
         return (carry[0] < limit) & ~jnp.all(carry[2].episode.ended)
 
     states = env.reset(key_reset)
     zeros = jnp.zeros(each.shape)
     episode = Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32))
-    slots = jax.tree.map(lambda x: jnp.repeat(x[:, None], size, 1), (sees(states), episode))
+    slots = jax.tree.map(
+        lambda x: jnp.repeat(x[:, None], size, 1), (sees(of_environment(states)), episode)
+    )
     film = _Film(*slots, episode=episode)
     return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), states, film))[2]
 

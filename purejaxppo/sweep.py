@@ -19,6 +19,7 @@ from purejaxppo.config import (
     RunOptions,
     Settings,
     coerce,
+    show_cnn_layers,
     suggest,
     validate,
 )
@@ -67,7 +68,8 @@ class Setting:
 def show(value: Any) -> str:
     """A swept value as it is written on the command line."""
     if isinstance(value, tuple):
-        return "x".join(map(str, value))
+        layers = value and isinstance(value[0], tuple)
+        return show_cnn_layers(value) if layers else "x".join(map(str, value))
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -159,7 +161,7 @@ def _values(name: str, text: str) -> list[Any]:
     for part in text.split(","):
         part = part.strip()
         raw = {"none": None, "true": True, "false": False}.get(part, part)
-        if "layers" in name:
+        if raw is not None and "layers" in name and name != "cnn_layers":
             raw = [width for width in part.split("x") if width]
         value = coerce(f"--sweep {name}", raw, hint)
         if value in values:

@@ -21,7 +21,7 @@ from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
 from purejaxppo.distributions import noise_size
-from purejaxppo.envs.base import VectorEnvironment, Vectorized
+from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
 
@@ -40,8 +40,9 @@ def make_setup(config: Config, env: envs.Environment | None = None) -> ppo.Setup
     """
     if env is None:
         env = envs.make(config.env, config.env_options)
-    vector = Vectorized(env, config.num_envs, config.reset_mode, config.pool_size)
-    return ppo.Setup(config, vector, make_agent(config, env.observation_space, env.action_space))
+    vector = envs.vectorize(config, env)
+    agent = make_agent(config, vector.observation_space, vector.action_space)
+    return ppo.Setup(config, vector, agent)
 
 
 def make_train(
@@ -143,11 +144,11 @@ def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree, saved: int = 0)
     each = plan.padded * plan.shards
     state = nbytes(states) // each
     pool = config.pool_size * nbytes(states.env_state) // each
-    per_sample = math.prod(env.observation_space.shape) + 2 * noise_size(env.action_space) + 10
-    rollout = 4 * config.batch_size * per_sample
-    units = (2 - config.shared_torso) * sum(config.torso_layers)
-    units += sum(config.policy_layers) + sum(config.value_layers) + noise_size(env.action_space) + 1
-    activations = 4 * units * config.batch_size // config.num_minibatches
+    per_sample = nbytes(states.env_state.obs) // (each * config.num_envs)
+    per_sample += 4 * (2 * noise_size(env.action_space) + 10)
+    rollout = config.batch_size * per_sample
+    samples = config.batch_size // config.num_minibatches // ppo.num_microbatches(setup)
+    activations = 4 * setup.agent.num_units * samples
     metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
     held = 2 * state + metrics + saved // plan.shards
     return Footprint(held, int(2.5 * rollout + 2 * (state + pool) + 2.5 * activations))

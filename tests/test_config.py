@@ -14,13 +14,16 @@ from purejaxppo.config import (
     config_directory,
     load_settings,
     make_settings,
+    parse_cnn_layers,
     parse_env_args,
     parse_int,
     parse_layers,
     shipped_config,
+    show_cnn_layers,
     suggest,
     validate,
 )
+from purejaxppo.networks import CNN_LAYERS
 
 SHIPPED = sorted(config_directory().rglob("*.yaml"))
 
@@ -49,7 +52,13 @@ def test_shipped_files_are_found_by_environment():
 def test_settings_survive_yaml():
     settings = Settings(
         RunOptions(seed=3, num_seeds=2, run_dir="x"),
-        Config(env_args=(("size", 4), ("layout", (1, 2))), torso_layers=(8,), shared_torso=True),
+        Config(
+            env_args=(("size", 4), ("layout", (1, 2))),
+            torso_layers=(8,),
+            shared_torso=True,
+            cnn_layers=((8, 3, 1), (4, 2, 2)),
+            resize=(8, 6),
+        ),
         Hyper(learning_rate=1e-3, target_kl=0.02),
     )
     text = yaml.safe_dump(settings.to_dict(), sort_keys=False)
@@ -62,6 +71,14 @@ def test_yaml_numbers_that_are_read_as_text():
     assert settings.hyper.learning_rate == 3e-4
     assert settings.config.total_timesteps == 1_000_000
     assert settings.config.num_envs == 1_000
+
+
+def test_convolutions_by_name_and_by_numbers():
+    assert parse_cnn_layers("minatar") == ((16, 3, 1),)
+    assert make_settings({"cnn_layers": "flat"}).config.cnn_layers == ()
+    assert parse_cnn_layers("32x8x4,64x4x2") == ((32, 8, 4), (64, 4, 2))
+    for layers in (*CNN_LAYERS.values(), ((32, 8, 4), (64, 4, 2))):
+        assert parse_cnn_layers(show_cnn_layers(layers)) == layers
 
 
 def test_yaml_off_is_the_choice_and_not_false():
@@ -79,6 +96,9 @@ def test_yaml_off_is_the_choice_and_not_false():
         ({"shared_torso": "maybe"}, "shared_torso: 'maybe' is not true or false"),
         ({"log_std": "both"}, "log_std: 'both' is not one of parameter, state"),
         ({"torso_layers": 64}, "torso_layers: 64 is not a list of whole numbers"),
+        ({"cnn_layers": "big"}, "cnn_layers: 'big' is not one of nature, minatar, flat, or"),
+        ({"cnn_layers": [[8, 3]]}, "cnn_layers: .* is not one of nature"),
+        ({"resize": [84]}, "resize: .84. is not"),
         ({"env": 3}, "env: 3 is not text"),
     ],
 )
@@ -106,6 +126,11 @@ def test_wrong_names_and_types(values, message):
         ({"desired_kl": 0.01}, "both set the learning rate: add --no-anneal-learning-rate"),
         ({"activation": "sin"}, "--activation sin: must be one of tanh, relu"),
         ({"torso_layers": [64, 0]}, "--torso-layers"),
+        ({"cnn_layers": [[8, 3, 0]]}, "--cnn-layers .8, 3, 0.*: must be features, kernel"),
+        ({"frame_stack": 0}, "--frame-stack 0"),
+        ({"resize": [0, 4]}, "--resize .0, 4.: must be sizes"),
+        ({"reward_clip": 0}, "--reward-clip 0.0"),
+        ({"microbatch_size": 0}, "--microbatch-size 0"),
         ({"pool_size": 0}, "--pool-size 0"),
         ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"num_seeds": 0}, "--num-seeds 0: must be at least 1"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from purejaxppo import cli, numpy_policy
-from purejaxppo.agent import make_agent
+from purejaxppo.agent import is_bytes, make_agent
 from purejaxppo.config import Config, ConfigError, Hyper
 from purejaxppo.export import export
 from purejaxppo.networks import ACTIVATIONS
@@ -45,6 +45,11 @@ CASES = {
     "shared": (VECTOR, Discrete(3), {"shared_torso": True, "policy_layers": (16,)}),
     "shared torso alone": (VECTOR, TORQUES, {"shared_torso": True, "value_layers": (16,)}),
     "bytes": (BYTES, Box(-1.0, 1.0, (2, 3)), NORMALISED | TANH),
+    "convolutions": (
+        Box(0, 255, (9, 8, 2), "uint8"),
+        Discrete(3),
+        {"cnn_layers": ((8, 3, 2), (6, 2, 1)), "activation": "relu"},
+    ),
     "a number": (Box(-INF, INF, ()), Box(-1.0, 1.0, ()), {}),
     "float64": (Box(-1.0, 1.0, (2,), "float64"), Discrete(2), {}),
 } | {name: (VECTOR, TORQUES, {"activation": name}) for name in ACTIVATIONS if name != "tanh"}
@@ -71,7 +76,7 @@ def observations(policy, count=10_000):
     rng, space = np.random.default_rng(1), policy.agent.observation_space
     if isinstance(space, Discrete):
         return rng.integers(0, space.n, count, np.int32)
-    if space is BYTES:
+    if is_bytes(space):
         return rng.integers(0, 256, (count, *space.shape), np.uint8)
     numbers = rng.normal(size=(count, *space.shape)).astype(space.dtype)
     if policy.obs_stats is not None:

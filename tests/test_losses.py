@@ -15,6 +15,7 @@ from purejaxppo.losses import (
     masked_var,
     normalize_advantages,
     ppo_loss,
+    sample_weights,
 )
 
 INF = np.inf
@@ -206,6 +207,7 @@ def minibatch(batch):
         name: jnp.asarray(x, None if x.dtype.kind in "bi" else jnp.float32)
         for name, x in batch.items()
     }
+    arrays["weight"] = sample_weights(arrays.pop("valid"))
     empty = jnp.zeros((size, 0))
     return Minibatch(obs=empty, first=jnp.zeros(size, bool), noise=empty, **arrays)
 
@@ -308,7 +310,7 @@ def test_a_batch_without_valid_entries_gives_no_gradient():
     chex.assert_trees_all_equal(grads, (jnp.zeros((4, 3)), jnp.zeros(4)))
 
 
-@pytest.mark.parametrize("name", ["log_prob", "value", "advantage", "target", "valid"])
+@pytest.mark.parametrize("name", ["log_prob", "value", "advantage", "target", "weight"])
 def test_ppo_loss_names_the_field_of_a_wrong_shape(name):
     batch = minibatch(random_batch(7, np.zeros(4), np.zeros(4, int), 4))
     batch = batch.replace(**{name: getattr(batch, name)[:, None]})

@@ -2,6 +2,8 @@
 
 import functools
 
+import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, ConfigError, Hyper
 from purejaxppo.distributions import Categorical, Gaussian, MultiCategorical, TanhGaussian
 from purejaxppo.losses import Coefficients, Minibatch, ppo_loss
-from purejaxppo.networks import ACTIVATIONS, orthogonal
+from purejaxppo.networks import ACTIVATIONS, CNN_LAYERS, Conv, orthogonal
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete
 
 INF = float("inf")
@@ -77,6 +79,96 @@ def test_initial_weights_are_orthogonal_with_the_gain_of_their_layer():
             np.testing.assert_array_equal(layer["bias"], 0.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "features", "size", "stride"),
+    [
+        ((10, 10, 4), 16, 3, 1),
+        ((20, 20, 3), 8, 8, 4),
+        ((21, 17, 3), 8, 4, 2),  # a last row and column that no kernel reaches
+        ((13, 14, 2), 5, 5, 3),  # a kernel that is no multiple of its stride
+        ((9, 9, 2), 5, 2, 3),  # pixels between kernels
+        ((4, 4, 1), 3, 4, 1),
+    ],
+)
+def test_convolutions_are_those_of_flax(shape, features, size, stride):
+    rng = np.random.default_rng(0)
+    x = jnp.float32(rng.normal(size=(2, 3, *shape)))
+    flax = nn.Conv(features, (size, size), stride, "VALID", precision="highest")
+    params = flax.init(jax.random.key(0), x)
+    weight = jnp.float32(rng.normal(size=flax.apply(params, x).shape))
+
+    def results(module):
+        def loss(params, x):
+            out = module.apply(params, x)
+            return jnp.sum(weight * jnp.tanh(out)), out
+
+        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+        return out, grads
+
+    expected = results(flax)
+    for convolution in ("patches", "xla"):
+        actual = results(Conv(features, size, stride, convolution))
+        chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=2e-5)
+
+
+ATARI = Box(0, 255, (84, 84, 4), "uint8")
+MINATAR = Box(0.0, 1.0, (10, 10, 6))
+
+
+@pytest.mark.parametrize(
+    ("space", "torso", "numbers"),
+    [
+        (ATARI, "torso", [8 * 8 * 4 * 32, 4 * 4 * 32 * 64, 3 * 3 * 64 * 64, 3136 * 512]),
+        (MINATAR, "torso", [3 * 3 * 6 * 16, 1024 * 128]),
+        (Box(0.0, 1.0, (2, 9, 3)), "policy", [54 * 64, 64 * 64]),
+        (Box(0.0, 1.0, (10, 10)), "policy", [100 * 64, 64 * 64]),
+    ],
+)
+def test_images_are_convolved_by_default(space, torso, numbers):
+    agent, params = shapes(space, Discrete(3))
+    layers = params[torso]
+    order = sorted(layers, key=lambda name: (name.partition("_")[0], name))
+    assert [layers[name]["kernel"].size for name in order] == numbers
+    images = torso == "torso"
+    assert (agent.network.shared_torso, agent.network.activation) == (
+        (True, "relu") if images else (False, "tanh")
+    )
+    assert ("value" in params) == (not images)
+    # All of it can be said otherwise.
+    options = {"cnn_layers": (), "shared_torso": False, "activation": "tanh"}
+    agent, params = shapes(space, Discrete(3), torso_layers=(8,), **options)
+    assert params["policy"]["Dense_0"]["kernel"].shape == (space.size, 8)
+    assert "torso" not in params
+
+
+def test_convolutions_are_initialised_orthogonally_too():
+    options = {"cnn_layers": ((4, 3, 1), (6, 2, 2)), "torso_layers": (8,)}
+    _, params = initialised(MINATAR, Discrete(3), **options)
+    for layer in params["torso"].values():
+        kernel = np.asarray(layer["kernel"])
+        flat = kernel.reshape(-1, kernel.shape[-1])
+        np.testing.assert_allclose(gram(flat), 2 * np.eye(min(flat.shape)), atol=2e-4)
+
+
+def test_bytes_are_scaled_to_one():
+    options = {"cnn_layers": ((4, 3, 1),), "torso_layers": (8,)}
+    space = Box(0, 255, (5, 5, 2), "uint8")
+    agent, params = agent_and_params(space, Discrete(3), **options)
+    obs = np.random.default_rng(0).integers(0, 256, (6, 5, 5, 2), np.uint8)
+    same, _ = agent_and_params(Box(0.0, 1.0, space.shape), Discrete(3), **options)
+    chex.assert_trees_all_close(
+        apply(agent, params, jnp.asarray(obs)),
+        apply(same, params, jnp.float32(obs / 255)),
+        rtol=1e-5,
+    )
+
+
+def test_units_count_patches_and_outputs():
+    agent, _ = shapes(Box(0.0, 1.0, (6, 7, 2)), Discrete(3), cnn_layers=((4, 3, 2),))
+    conv = 2 * 3 * (3 * 3 * 2 + 4)  # 2 x 3 places of the kernel
+    assert agent.num_units == conv + 128 + 3 + 1
+
+
 def test_layers_do_not_share_their_weights_and_seeds_differ():
     _, params = initialised(*CARTPOLE, torso_layers=(8, 8))
     kernels = [params[b][f"Dense_{i}"]["kernel"] for b in ("policy", "value") for i in (0, 1)]
@@ -123,7 +215,7 @@ def loss_gradient(shared, only):
         value=numbers[1],
         advantage=numbers[2],
         target=numbers[3],
-        valid=jnp.ones(10, bool),
+        weight=jnp.ones(10),
     )
     coef = Coefficients(0.2, None, 0.01, 0.5)
 
@@ -211,7 +303,7 @@ def test_a_discrete_observation_is_one_hot():
 
 def test_a_box_of_integers_is_read_as_numbers():
     obs = jnp.array([[3, 250], [0, 7]], jnp.int32)
-    np.testing.assert_array_equal(features(Box(0, 255, (2,), "uint8"), obs), [[3, 250], [0, 7]])
+    np.testing.assert_array_equal(features(Box(0, 255, (2,), "int32"), obs), [[3, 250], [0, 7]])
 
 
 def test_a_box_of_several_dimensions_is_flattened_in_c_order():
@@ -301,6 +393,8 @@ def test_the_action_space_decides_the_distribution(space, wanted, kind):
         ({}, CARTPOLE[0], Box(0, 3, (2,), "int32"), "whole numbers"),
         ({}, MultiDiscrete((2, 2)), Discrete(2), "observations.*not supported"),
         ({"normalize_observations": True}, Discrete(4), Discrete(2), "--normalize-observations"),
+        ({"cnn_layers": ((8, 3, 1),)}, *CARTPOLE, "8x3x1 does not fit the observations of .*4"),
+        ({"cnn_layers": CNN_LAYERS["nature"]}, MINATAR, Discrete(2), "nature .* 4 does not fit"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, observation_space, action_space, message):

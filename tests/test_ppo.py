@@ -353,7 +353,7 @@ def plain_updates(experience, order, normalization, learning_rate):
         value=steps.value,
         advantage=advantage,
         target=experience[3] + steps.value,
-        valid=steps.valid,
+        weight=steps.valid.astype(jnp.float32),
     )
     samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
     optimizer = optax.chain(
@@ -365,7 +365,7 @@ def plain_updates(experience, order, normalization, learning_rate):
     def step(params, opt_state, index):
         batch = jax.tree.map(lambda x: x[index], samples)
         if normalization == "minibatch":
-            normalized = normalize_advantages(batch.advantage, batch.valid)
+            normalized = normalize_advantages(batch.advantage, batch.weight > 0)
             batch = batch.replace(advantage=normalized)
 
         def loss(params):
@@ -426,6 +426,48 @@ def test_updates_are_those_of_plain_ppo(experience, normalization):
     assert norms.max() > 0.3  # before clipping, which this test is about as well
     np.testing.assert_allclose(metrics.learning_rate, 0.25 * 0.02, rtol=1e-6)
     assert np.all(metrics.applied)
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_a_minibatch_may_be_learnt_from_in_parts(experience, size):
+    setup, state, data, advantage, hyper = experience
+    # Parts differ in how many steps are valid, and each step weighs the same all the same.
+    valid = np.random.default_rng(0).random((8, 8)) < np.linspace(0.2, 1, 8)
+    data = data.replace(transitions=data.transitions.replace(valid=jnp.asarray(valid)))
+    experience = setup, state, data, advantage, hyper
+    whole, expected, _ = run_update(experience, hyper)
+    parts, metrics, _ = run_update(experience, hyper, microbatch_size=size)
+    config = dataclasses.replace(setup.config, microbatch_size=size)
+    assert ppo.num_microbatches(setup._replace(config=config)) == {1: 32, 5: 8, 8: 4}[size]
+    # Adam makes of rounding errors what is still far below its step of 0.02.
+    chex.assert_trees_all_close(parts.params, whole.params, rtol=1e-4, atol=2e-4)
+    chex.assert_trees_all_close(metrics, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_clipped_rewards_are_learnt_from_and_true_ones_reported():
+    @dataclasses.dataclass(frozen=True)
+    class Dear(TimeLimit):
+        """Earns 5 and -3 in turn."""
+
+        def step(self, key, state, action):
+            _, timestep = super().step(key, state, action)
+            return state + 1, timestep.replace(reward=jnp.where(state % 2 == 0, 5.0, -3.0))
+
+    options = {"num_steps": 9, "num_minibatches": 1, "normalize_rewards": True}
+    setup, state, hyper = setup_and_state(Dear(4), Hyper(reward_clip=2.0), **options)
+    after, data = rollout(setup, state, jax.random.key(0))
+    got = advantages(setup, after, data, hyper)
+    clipped = data.transitions.replace(reward=jnp.clip(data.transitions.reward, -2, 2))
+    same = Hyper(reward_clip=None)
+    expected = advantages(setup, after, data.replace(transitions=clipped), as_arrays(same))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert np.abs(got - advantages(setup, after, data, as_arrays(same))).max() > 1
+    ended = np.asarray(data.episodes.ended)
+    np.testing.assert_array_equal(data.episodes.score[ended], 4.0)
+    # What rewards are divided by is of the clipped ones, too.
+    stats = ppo.update_statistics(after, data.transitions, hyper).return_stats
+    expected = ppo.update_statistics(after, clipped, as_arrays(same)).return_stats
+    chex.assert_trees_all_close(stats, expected)
 
 
 def test_target_kl_stops_the_rest_of_the_iteration(experience):

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from purejaxppo.config import ConfigError, suggest
+from purejaxppo.config import Config, ConfigError, suggest
 from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
+from purejaxppo.envs.images import prepare_images
 
 Factory = Callable[..., Any]
 
@@ -144,6 +145,22 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     return _build(name, entry, arguments)
 
 
+def vectorize(config: Config, env: Environment, episodes: int | None = None) -> VectorEnvironment:
+    """Copies of an environment, with observations as the configuration wants them.
+
+    Args:
+        episodes: how many, for an evaluation of as many episodes; as the training has, if not given.
+
+    Raises:
+        ConfigError: the configuration wants of observations what they are not.
+    """
+    if episodes is None:
+        vector = Vectorized(env, config.num_envs, config.reset_mode, config.pool_size)
+    else:
+        vector = Vectorized(env, episodes)
+    return prepare_images(config, vector)
+
+
 def _import(name: str) -> Factory:
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # where the console script does not look
@@ -192,4 +209,5 @@ __all__ = [
     "list_environments",
     "make",
     "register",
+    "vectorize",
 ]

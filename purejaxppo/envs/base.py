@@ -200,8 +200,10 @@ class Vectorized:
         return Starts(*start(split_keys(key, shape)))
 
     def _cast(self, obs: Array) -> Array:
-        """Integers as int32, everything else as float32."""
+        """Bytes as they are, other integers as int32, everything else as float32."""
         obs = jnp.asarray(obs)
+        if obs.dtype == jnp.uint8:
+            return obs
         integer = jnp.issubdtype(obs.dtype, jnp.integer)
         return obs.astype(jnp.int32 if integer else jnp.float32)
 

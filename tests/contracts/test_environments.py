@@ -140,12 +140,12 @@ def settings_of(path):
     path = Path(path)
     if path.parent.name == "examples":
         return load_settings(file=path)
-    suite = "" if path.parent.name == "gymnax" else f"{path.parent.name}/"
+    suite = "" if path.parent.name in ("gymnax", "minatar") else f"{path.parent.name}/"
     name, _, backend = path.stem.partition("-") if suite else (path.stem, "", "")
     return load_settings(suite + name, backend=backend or None)
 
 
-TRAINED = [*GYMNAX, *(path for path in SHIPPED if "/gymnax/" not in path)]
+TRAINED = [*GYMNAX, *(path for path in SHIPPED if Path(path).stem not in GYMNAX)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,181 @@
+"""Where curves go beside the tables: TensorBoard, and Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from purejaxppo.sweep import Run
+
+Row = dict[str, Any]
+
+
+class Tracker(Protocol):
+    """Takes what the tables take."""
+
+    def write(self, run: int, kind: str, row: Row) -> None:
+        """A row of a run: of metrics.csv, where kind is "", or of evaluation.csv."""
+        ...
+
+    def video(self, run: int, env_steps: int, path: Path) -> None:
+        """A GIF of a run."""
+        ...
+
+    def close(self) -> None:
+        """Nothing follows."""
+        ...
+
+
+class TensorBoard:
+    """Event files in `tensorboard/run0` and so on, for `tensorboard --logdir RUN_DIR`.
+
+    Args:
+        done: environment steps of a run after which these go on; what is there beyond is not shown.
+    """
+
+    def __init__(self, run_dir: Path, runs: list[Run], settings: Row, done: dict[int, int]) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writers = {}
+        for run in runs:
+            steps = done.get(run.number, 0)
+            self._writers[run.number] = SummaryWriter(
+                str(run_dir / "tensorboard" / f"run{run.number}"),
+                purge_step=steps + 1 if steps else None,
+                flush_secs=10,
+                filename_suffix=f".{steps:012d}",  # names must differ, and their order is read
+            )
+        del settings
+
+    def write(self, run: int, kind: str, row: Row) -> None:
+        for name, value in _numbers(row).items():
+            self._writers[run].add_scalar(kind + name, value, row["env_steps"])
+
+    def video(self, run: int, env_steps: int, path: Path) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        image = Summary.Image(encoded_image_string=path.read_bytes(), colorspace=3)
+        summary = Summary(value=[Summary.Value(tag="video", image=image)])
+        self._writers[run].file_writer.add_summary(summary, env_steps)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases for each run, grouped, in `wandb/` of the run directory.
+
+    Offline where there is no account at hand and WANDB_MODE says nothing; `wandb sync` uploads it.
+    """
+
+    def __init__(self, run_dir: Path, runs: list[Run], settings: Row, done: dict[int, int]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._wandb, self._runs = wandb, {}
+        account = wandb.login(prompt=False)
+        mode = os.environ.get("WANDB_MODE") or (None if account else "offline")
+        for run in runs:
+            swept = {f"sweep.{name}": value for name, value in run.setting.swept.items()}
+            self._runs[run.number] = wandb.init(
+                project="purejaxppo",
+                group=run_dir.name,
+                name=f"{run_dir.name}-run{run.number}",
+                config=settings | run.setting.swept | swept | {"seed": run.seed},
+                dir=str(run_dir),
+                mode=mode,  # type: ignore[arg-type]
+                reinit="create_new",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+            self._runs[run.number].define_metric("*", step_metric="env_steps")
+        del done
+
+    def write(self, run: int, kind: str, row: Row) -> None:
+        numbers = {kind + name: value for name, value in _numbers(row).items()}
+        self._runs[run].log(numbers | {"env_steps": row["env_steps"]})
+
+    def video(self, run: int, env_steps: int, path: Path) -> None:
+        film = self._wandb.Video(str(path), format="gif")
+        self._runs[run].log({"video": film, "env_steps": env_steps})
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.finish()
+
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+
+
+class Trackers:
+    """All that were asked for. One that fails is said once and left alone: the tables go on.
+
+    Args:
+        names: of TRACKERS.
+        say: takes a line for the user.
+        done: environment steps of each run that is gone on with.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        run_dir: Path,
+        runs: list[Run],
+        settings: Row,
+        done: dict[int, int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        self._trackers: dict[str, Tracker] = {}
+        for name in names:
+            self._try(name, lambda name=name: self._begin(name, run_dir, runs, settings, done))
+
+    def _begin(self, name: str, *arguments: Any) -> None:
+        self._trackers[name] = TRACKERS[name](*arguments)
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except ModuleNotFoundError as error:
+            self._leave(name, f"{error}; pip install 'purejaxppo[{name}]'")
+        except Exception as error:  # whatever it is, it is not worth a training
+            self._leave(name, f"{type(error).__name__}: {error}")
+
+    def _leave(self, name: str, reason: str) -> None:
+        self._trackers.pop(name, None)
+        self._say(f"--log {name} stops, the training goes on: {' '.join(reason.split())}")
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            self._try(name, lambda tracker=tracker: action(tracker))
+
+    def write(self, kind: str, rows: list[Row]) -> None:
+        """Rows of `metrics.csv`, where kind is "", or of `evaluation.csv`."""
+
+        def write(tracker: Tracker) -> None:
+            for row in rows:
+                tracker.write(row["run"], kind, row)
+
+        self._each(write)
+
+    def video(self, run: int, env_steps: int, path: Path) -> None:
+        """A film of a run."""
+        self._each(lambda tracker: tracker.video(run, env_steps, path))
+
+    def close(self) -> None:
+        """Ends them all."""
+        self._each(lambda tracker: tracker.close())
+
+
+def _numbers(row: Row) -> Row:
+    """What of a row is a curve, and is there."""
+    apart = {"run", "seed", "iteration", "env_steps"}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in apart and not name.startswith("sweep.") and value == value
+    }
