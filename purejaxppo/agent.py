@@ -71,7 +71,8 @@ class Agent:
         """Parameters; consumes key."""
         features = self._features(None, jnp.zeros((1, *self.observation_space.shape), jnp.uint8))
         example = (features, self.init_carry(1), jnp.ones(1, bool))
-        return init_params(self.network, key, example, jnp.asarray(hyper.init_log_std))
+        start = (jnp.asarray(hyper.policy_gain), jnp.asarray(hyper.init_log_std))
+        return init_params(self.network, key, example, *start)
 
     def init_carry(self, num_envs: int) -> Any:
         """Memory at the start of N episodes."""

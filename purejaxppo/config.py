@@ -140,6 +140,8 @@ class Hyper(struct.PyTreeNode):
     """Gradients are clipped to this global norm."""
     adam_eps: float = 1e-5
     """Adam's epsilon."""
+    policy_gain: float = 0.01
+    """Gain of the policy head's initial weights."""
     init_log_std: float = 0.0
     """Initial log standard deviation of Gaussian actions (1 is half the width of the bounds)."""
     target_kl: float | None = None
@@ -158,6 +160,8 @@ class RunOptions:
     """Runs of every setting, one seed each."""
     eval_every: int | None = None
     """Environment steps between evaluations, 0 for one at the end; 20 in a training by default."""
+    eval_sampled: bool = False
+    """Evaluate with sampled actions instead of the most likely ones."""
     eval_episodes: int = 128
     """Episodes of an evaluation; 0 for none."""
     video_every: int | None = None
@@ -247,8 +251,15 @@ def shipped_config(env: str, backend: str | None = None) -> Path | None:
 
 
 def _suite_directory(env: str) -> Path:
-    own = "minatar" if env.endswith("-MinAtar") else "gymnax"  # of what has no suite in its name
-    return config_directory() / (env.rpartition("/")[0] or own)
+    """Where settings of an environment are, and its suite's defaults."""
+    suite, _, name = env.rpartition("/")
+    root = config_directory()
+    if not suite:
+        return root / ("minatar" if name.endswith("-MinAtar") else "gymnax")
+    if suite != "envpool":
+        return root / suite
+    own = [each for each in ("mujoco", "box2d") if (root / each / f"{name}.yaml").is_file()]
+    return root / (own[0] if own else "atari" if name.endswith("-v5") else suite)
 
 
 def _shipped_values(env: str, backend: str | None) -> dict[str, Any]:
@@ -425,7 +436,7 @@ def validate(settings: Settings) -> None:
     require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
     for name in (
         "learning_rate", "critic_learning_rate", "reward_scale", "reward_clip", "clip_eps", "value_clip_eps",
-        "max_grad_norm", "adam_eps", "target_kl", "desired_kl",
+        "max_grad_norm", "adam_eps", "policy_gain", "target_kl", "desired_kl",
     ):  # fmt: skip
         value = getattr(hyper, name)
         require(value is None or value > 0, name, value, "above 0")

@@ -250,6 +250,8 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             continue
         caveats += facts["caveats"]
         config = training.config
+        if training.external:
+            caveats.append("not bit for bit: environments outside of the program begin anew")
         anneals = config.anneal_learning_rate or config.anneal_clip_eps or config.anneal_ent_coef
         if facts["iterations"] != config.iterations and anneals:
             caveats.append(
@@ -288,7 +290,9 @@ def _header(
     steps = config.iterations * config.batch_size
     rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
     resets = "a new start state at every reset"
-    if config.reset_mode == "pool":
+    if first.external:
+        resets = "the environments' own, one step late"
+    elif config.reset_mode == "pool":
         size = min(config.pool_size, config.num_steps)
         resets = (
             f"from a pool of {size} start state{'s'[: size > 1]} for each environment, drawn anew for "
@@ -309,6 +313,11 @@ def _header(
         "memory": f"{machine.gib(first.expected_bytes)} planned beside the program itself",
         "directory": str(directory.path),
     }
+    if first.external:
+        header["host"] = (
+            "environments step in C++ threads, called by the compiled program; their state cannot be "
+            "saved, so --resume begins new episodes"
+        )
     if jax.default_backend() == "gpu" and not run.deterministic:
         header["resume"] = "not promised bit for bit on a GPU without --deterministic"
     if run.resume:

@@ -78,7 +78,12 @@ class Training:
         block = None if options.runs_per_block == "auto" else options.runs_per_block
         if block is None and checkpoint is not None:
             block = checkpoint.facts["block"]
-        self._lay_out(make_plan(len(runs), block, by_environment))
+        self.external = envs.is_external(self._env)
+        if self.external:
+            _check_external(self.config, options, len(runs))
+            self._lay_out(Plan(len(runs), 1, len(runs)))
+        else:
+            self._lay_out(make_plan(len(runs), block, by_environment))
         self._fit_into(memory)
         rows = options.metrics_rows
         self._interval = -(-self.config.iterations // rows) if rows else 1
@@ -124,12 +129,13 @@ class Training:
     def _lay_out(self, plan: Plan) -> None:
         """The programs of a plan, and the runs on its devices."""
         self.plan = plan
-        setup = make_setup(_share(self.config, plan.shards), self._env)
+        seeds = [run.seed for run in self.runs]
+        setup = make_setup(_share(self.config, plan.shards), self._env, seeds)
         episodes = max(1, -(-self.options.eval_episodes // plan.shards))
-        self.trainer = Trainer(setup, plan, envs.vectorize(self.config, self._env, episodes))
+        self._eval_env = envs.vectorize(self.config, self._env, episodes, seeds)
+        self.trainer = Trainer(setup, plan, self._eval_env, self.options.eval_sampled)
         self._hypers = self.trainer.shard(stack_hypers([run.setting.hyper for run in self.runs]))
-        seeds = np.array([run.seed for run in self.runs], np.uint32)
-        self._start = (self.trainer.shard(seeds), self._hypers, ())
+        self._start = (self.trainer.shard(np.array(seeds, np.uint32)), self._hypers, ())
         # A trace that compilation uses again.
         self._shapes = self.trainer.sharded_like(jax.eval_shape(self.trainer.init, *self._start))
         if plan.shards == 1:
@@ -144,11 +150,14 @@ class Training:
             self.trainer.setup, self.plan, self._shapes, self._saved_bytes // len(self.runs)
         )
         room = memory.of(self.plan.num_devices * self.plan.shards)
+        if self.external:
+            count = self.config.num_envs + self._eval_env.num_envs
+            room -= len(self.runs) * count * envs.EXTERNAL_BYTES
         plan = fit(self.plan, footprint, room)
         self.expected_bytes = footprint.total(plan or self.plan)
         if plan == self.plan:
             return
-        asked = self.options.runs_per_block != "auto"
+        asked = self.options.runs_per_block != "auto" or self.external
         if plan is None or asked:
             least = self.plan if asked else dataclasses.replace(self.plan, block=1)
             raise ConfigError(
@@ -233,7 +242,7 @@ class Training:
         started = time.monotonic()
         trainer, shared = self.trainer, (np.int32(1), np.float32(1))
         programs = {"chunk": trainer.chunk.lower(self._shapes, self._hypers, shared)}
-        if self._restored is None:
+        if self._restored is None or self.external:
             programs["init"] = trainer.init.lower(*self._start)
         if self.options.eval_episodes:
             programs["evaluate"] = trainer.evaluate.lower(self._shapes, self._hypers, ())
@@ -241,11 +250,15 @@ class Training:
             compiled = threads.map(lambda program: program.compile(), programs.values())
         ready = dict(zip(programs, compiled, strict=True))
         self._chunk, self._evaluate = ready["chunk"], ready.get("evaluate")
+        begun = None
         if "init" in ready:
-            self._states = ready.pop("init")(*self._start)
-        else:
+            trainer.setup.env.prepare()
+            begun = self._states = ready.pop("init")(*self._start)
+        if self._restored is not None:
             self._states = trainer.put_whole(self._restored, self._shapes)
             self._restored = None
+            if begun is not None:  # what lives outside of the program has begun anew
+                self._states = self._states.replace(env_state=begun.env_state, first=begun.first)
         memory = self._memory(list(ready.values()))
         self.compile_seconds = time.monotonic() - started
         gc.freeze()
@@ -383,6 +396,7 @@ class Training:
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
         self._finish_chunk()
+        self._eval_env.prepare()
         episodes = self.trainer.fetch(self._evaluate(self._states, self._hypers, ()))
         wanted = len(self.runs), self.options.eval_episodes
         episodes = jax.tree.map(lambda x: x.reshape(wanted[0], -1)[:, : wanted[1]], episodes)
@@ -435,6 +449,17 @@ def _share(config: Config, shards: int) -> Config:
             f"by --num-minibatches {config.num_minibatches}, as --minibatches sequences needs"
         )
     return share
+
+
+def _check_external(config: Config, options: RunOptions, num_runs: int) -> None:
+    """Raises ConfigError for what environments outside of the program cannot do."""
+    reason = f"the environments of {config.env} live outside of the compiled program, in one pool"
+    if options.shard == "environments":
+        raise ConfigError(f"--shard environments: {reason}")
+    if options.distributed:
+        raise ConfigError(f"--distributed: {reason}")
+    if options.runs_per_block not in ("auto", num_runs):
+        raise ConfigError(f"--runs-per-block {options.runs_per_block}: {reason} for all runs")
 
 
 def _check_hypers(config: Config, env: envs.Environment, runs: list[Run]) -> None:

@@ -207,18 +207,20 @@ class ActorCritic(nn.Module):
         return NetworkOutput(mean, log_std, value, carry)
 
 
-def init_params(network: nn.Module, key: Array, example: tuple, init_log_std: Array) -> Any:
+def init_params(
+    network: nn.Module, key: Array, example: tuple, policy_gain: Array, init_log_std: Array
+) -> Any:
     """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero.
 
-    Gains are sqrt(2) for hidden layers, 0.01 for the policy's and log-std's heads and 1 for the
-    value's; the log standard deviation starts at init_log_std.
+    Gains are sqrt(2) for hidden layers, 1 for the value's head, policy_gain for the policy's and 0.01
+    for that of a log-std; the log standard deviation starts at init_log_std.
 
     Args:
         network: whose `init(key, *example)` gives the shapes.
         key: consumed.
-        init_log_std: [].
+        policy_gain, init_log_std: [].
     """
-    gains = {"value_head": 1.0, "policy_head": 0.01, "log_std_head": 0.01}
+    gains = {"value_head": 1.0, "policy_head": policy_gain, "log_std_head": 0.01}
     shapes = jax.eval_shape(network.init, jax.random.key(0), *example)["params"]
     leaves, treedef = jax.tree.flatten_with_path(shapes)
     kernels = [leaf.shape for path, leaf in leaves if path[-1].key == "kernel"]

@@ -24,6 +24,9 @@ from purejaxppo.sweep import Run
 from purejaxppo.train import make_setup, run_shapes, saved_shapes
 from purejaxppo.types import Episode, PyTree
 
+# Episodes played side by side where environments live outside of the program.
+_EXTERNAL_EPISODES = 16
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -157,10 +160,15 @@ def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) ->
 
     `ended` is False for one without a time limit that was given up.
     """
-    env = envs.vectorize(policy.config, policy.env, episodes)
-    key = jax.random.key(seed)
-    played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, not sampled)
-    return jax.tree.map(np.asarray, played)
+    size = min(episodes, _EXTERNAL_EPISODES) if envs.is_external(policy.env) else episodes
+    env = envs.vectorize(policy.config, policy.env, size, [seed])
+    rounds = []
+    for number in range(-(-episodes // size)):
+        env.prepare()
+        key = jax.random.fold_in(jax.random.key(seed), number) if number else jax.random.key(seed)
+        played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, not sampled)
+        rounds.append(played)
+    return jax.tree.map(lambda *x: np.concatenate(x)[:episodes], *rounds)
 
 
 _evaluate = jax.jit(evaluate, static_argnums=(0, 1, 5))

@@ -139,8 +139,10 @@ def iterate(
 def truncation_window(env: VectorEnvironment) -> int | None:
     """W such that no environment truncates twice within W steps, however a rollout begins.
 
-    One slot for final observations in every window then holds them all. None: it never truncates.
+    One slot for final observations in every window then holds them all. None: none is needed.
     """
+    if env.external:
+        return None  # a final observation is acted on like any other
     return 1 if env.may_truncate else env.max_episode_steps
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
-from purejaxppo.config import Config, Hyper
+from purejaxppo.config import Config, ConfigError, Hyper
 from purejaxppo.devices import AXIS
 from purejaxppo.distributions import noise_size
 from purejaxppo.envs.base import VectorEnvironment
@@ -29,18 +29,21 @@ from purejaxppo.types import Episode, Metrics, PyTree, TrainState
 MAX_CHUNK = 256
 
 
-def make_setup(config: Config, env: envs.Environment | None = None) -> ppo.Setup:
+def make_setup(
+    config: Config, env: envs.Environment | None = None, seeds: Sequence[int] = (0,)
+) -> ppo.Setup:
     """Environment and agent of a configuration.
 
     Args:
         env: in place of the one that the configuration names.
+        seeds: of the runs, see `envs.vectorize`.
 
     Raises:
         ConfigError: an unknown environment, or an option that does not fit it.
     """
     if env is None:
         env = envs.make(config.env, config.env_options)
-    vector = envs.vectorize(config, env)
+    vector = envs.vectorize(config, env, seeds=seeds)
     agent = make_agent(config, vector.observation_space, vector.action_space)
     return ppo.Setup(config, vector, agent)
 
@@ -51,8 +54,15 @@ def make_train(
     """A whole training as one pure function of (key, hyper), to be jitted and vmapped.
 
     It returns the final state and metrics [iterations].
+
+    Raises:
+        ConfigError: as `make_setup`, or an environment outside of the program.
     """
     setup = make_setup(config, env)
+    if setup.env.external:
+        raise ConfigError(
+            f"{config.env} lives outside of the program: train it by the command line"
+        )
     iterations = float(config.iterations)
 
     def train(key: Array, hyper: Hyper) -> tuple[TrainState, Metrics]:
@@ -180,9 +190,16 @@ class Trainer:
 
     Args:
         setup: for the environments of one device.
+        eval_sampled: evaluate with sampled actions, not the most likely ones.
     """
 
-    def __init__(self, setup: ppo.Setup, plan: Plan, eval_env: VectorEnvironment | None = None):
+    def __init__(
+        self,
+        setup: ppo.Setup,
+        plan: Plan,
+        eval_env: VectorEnvironment | None = None,
+        eval_sampled: bool = False,
+    ):
         self.setup, self.plan = setup, plan
         devices = np.array(jax.devices()[: plan.num_devices * plan.shards])
         self._mesh = Mesh(devices.reshape(plan.num_devices, plan.shards), ("runs", AXIS))
@@ -192,7 +209,7 @@ class Trainer:
         chunk = functools.partial(_chunk, setup)
         self.chunk = self._map(chunk, self._by_shard, donate_argnums=0)
         self.evaluate = self._map(
-            functools.partial(_evaluate, setup, eval_env or setup.env), self._by_shard
+            functools.partial(_evaluate, setup, eval_env or setup.env, eval_sampled), self._by_shard
         )
 
     def shard(self, runs: PyTree) -> PyTree:
@@ -370,10 +387,15 @@ def _chunk(
 
 
 def _evaluate(
-    setup: ppo.Setup, env: VectorEnvironment, state: TrainState, hyper: Hyper, _: tuple[()]
+    setup: ppo.Setup,
+    env: VectorEnvironment,
+    sampled: bool,
+    state: TrainState,
+    hyper: Hyper,
+    _: tuple[()],
 ) -> Episode:
     """[E] episodes with the parameters and statistics a run has now."""
     del hyper
     # Training folds in the iteration first, so the two streams of keys never meet.
     key = jax.random.fold_in(jax.random.fold_in(state.key, 2**32 - 2), state.iteration)
-    return evaluate(env, setup.agent, state.params, state.obs_stats, key)
+    return evaluate(env, setup.agent, state.params, state.obs_stats, key, not sampled)

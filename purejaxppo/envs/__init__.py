@@ -6,8 +6,10 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from purejaxppo.config import Config, ConfigError, suggest
 from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
@@ -86,13 +88,17 @@ _PLAYGROUND = [  # its dm_control suite, which needs no download
     "WalkerWalk",
 ]
 
-_PLAYGROUND_MODULE = "purejaxppo.envs.playground"
+# Host memory that an environment outside of the program takes: what the hungriest, Atari's, do.
+EXTERNAL_BYTES = 2 * 2**20
+
+# Suites that know more names than are listed here.
+_OPEN_SUITES = ("playground", "envpool")
 
 # Name -> the suite's module, imported when one of its environments is asked for, or a factory.
 _REGISTRY: dict[str, str | Factory] = {
     **dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax"),
     **dict.fromkeys((f"brax/{name}" for name in _BRAX), "purejaxppo.envs.brax"),
-    **dict.fromkeys((f"playground/{name}" for name in _PLAYGROUND), _PLAYGROUND_MODULE),
+    **dict.fromkeys((f"playground/{name}" for name in _PLAYGROUND), "purejaxppo.envs.playground"),
 }
 
 
@@ -131,8 +137,9 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     """
     arguments, name = dict(env_args or {}), full_name(name)
     entry = _REGISTRY.get(name)
-    if entry is None and name.startswith("playground/"):
-        entry = _PLAYGROUND_MODULE  # which knows its environments that have to be downloaded
+    suite = name.partition("/")[0]
+    if entry is None and suite in _OPEN_SUITES:
+        entry = f"purejaxppo.envs.{suite}"
     if entry is None and ":" in name:
         entry = _import(name)
     if entry is None:
@@ -145,16 +152,30 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     return _build(name, entry, arguments)
 
 
-def vectorize(config: Config, env: Environment, episodes: int | None = None) -> VectorEnvironment:
+def is_external(env: Any) -> bool:
+    """Whether an environment lives outside of the compiled program; see `VectorEnvironment`."""
+    return hasattr(env, "vectorize")
+
+
+def vectorize(
+    config: Config, env: Any, episodes: int | None = None, seeds: Sequence[int] = (0,)
+) -> VectorEnvironment:
     """Copies of an environment, with observations as the configuration wants them.
 
     Args:
+        env: from `make`.
         episodes: how many, for an evaluation of as many episodes; as the training has, if not given.
+        seeds: of the runs that it will be vmapped over, for environments outside of the program.
 
     Raises:
         ConfigError: the configuration wants of observations what they are not.
     """
-    if episodes is None:
+    if is_external(env):
+        use = int(episodes is not None)  # so that an evaluation is not of what was trained on
+        vector = env.vectorize(
+            episodes or config.num_envs, tuple(np.random.SeedSequence([s, use]) for s in seeds)
+        )
+    elif episodes is None:
         vector = Vectorized(env, config.num_envs, config.reset_mode, config.pool_size)
     else:
         vector = Vectorized(env, episodes)
@@ -206,6 +227,7 @@ __all__ = [
     "VectorEnvironment",
     "Vectorized",
     "full_name",
+    "is_external",
     "list_environments",
     "make",
     "register",

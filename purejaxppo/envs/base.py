@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import chex
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -50,10 +52,21 @@ class VectorEnvironment(Described, Protocol):
     """N environments that begin a new episode by themselves: what the trainer sees.
 
     A state has a field `obs` [N, ...], what to act on next.
+
+    Attributes:
+        external: whether they live outside of the program. Such environments reset one step late (the
+            step after an end is not valid, and what it acts on is the final observation), and they
+            cannot be saved, divided among devices, or called by a program from the cache.
     """
 
     @property
     def num_envs(self) -> int: ...
+    @property
+    def external(self) -> bool: ...
+
+    def prepare(self) -> None:
+        """To be called on the host before each program that calls `reset`."""
+        ...
 
     def reset(self, key: Array) -> Any:
         """The state at the start of N episodes."""
@@ -131,6 +144,13 @@ class Vectorized:
     @property
     def may_truncate(self) -> bool:
         return self.env.may_truncate
+
+    @property
+    def external(self) -> bool:
+        return False
+
+    def prepare(self) -> None:
+        """Nothing: it is all in the state."""
 
     def reset(self, key: Array) -> VectorState:
         """The state at the start of N episodes; consumes key."""
@@ -229,6 +249,37 @@ class Vectorized:
             truncated=truncated & finite,
             valid=finite & valid,
         )
+
+
+def over_runs(function: Callable[..., PyTree], runs: int) -> Callable[..., PyTree]:
+    """A function of one run's environments, to be vmapped over all runs, of one of their one pool.
+
+    Args:
+        function: (handle, argument [R * N, ...]) -> (handle, result [R * N, ...]) of the whole pool.
+        runs: R.
+
+    Returns:
+        (handle, argument [N, ...]) -> (handle, result [N, ...]).
+    """
+
+    def call_all(handle: Array, argument: Array) -> tuple[Array, PyTree]:
+        handle, result = function(handle, argument.reshape(-1, *argument.shape[2:]))
+        return handle, jax.tree.map(lambda x: x.reshape(runs, -1, *x.shape[1:]), result)
+
+    @jax.custom_batching.custom_vmap
+    def call(handle: Array, argument: Array) -> tuple[Array, PyTree]:
+        # Of several runs this is never executed, only traced for the shapes of one.
+        handle, result = call_all(handle, jnp.stack([argument] * runs))
+        return handle, jax.tree.map(lambda x: x[0], result)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, handle: Array, argument: Array) -> tuple[PyTree, PyTree]:
+        assert size == runs, "vmapped over other runs than there are in the pool"
+        handle, result = call_all(handle[0] if batched[0] else handle, argument)
+        out = jnp.stack([handle] * runs), result
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
 
 
 def strong_types(tree: PyTree) -> PyTree:

@@ -111,6 +111,8 @@ def convert_space(space: Any) -> spaces.Space:
     kind = type(space).__name__
     if kind == "Discrete":
         return spaces.Discrete(int(space.n))
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(tuple(int(n) for n in space.nvec))
     if kind == "Box":
         shape = (space.shape,) if isinstance(space.shape, int) else tuple(space.shape)
         return spaces.Box(_bound(space.low), _bound(space.high), shape, np.dtype(space.dtype).name)

@@ -72,6 +72,14 @@ class Images:
     def num_envs(self) -> int:
         return self.env.num_envs
 
+    @property
+    def external(self) -> bool:
+        return self.env.external
+
+    def prepare(self) -> None:
+        """See `VectorEnvironment`."""
+        self.env.prepare()
+
     def reset(self, key: Array) -> ImagesState:
         """The state at the start of N episodes; consumes key."""
         state = self.env.reset(key)
@@ -92,8 +100,11 @@ class Images:
         env, timestep, episode = self.env.step(key, state.env, action)
         frame = self._prepared(timestep.obs)
         obs = jnp.concatenate([state.obs[..., frame.shape[-1] :], frame], -1)
-        ended = episode.ended[:, None, None, None]
-        after = ImagesState(env, jnp.where(ended, self._start(env.obs), obs))
+        begins = timestep.terminated | timestep.truncated
+        if self.external and timestep.valid is not None:  # an episode begins a step later
+            begins = ~timestep.valid
+        begins = begins[:, None, None, None]
+        after = ImagesState(env, jnp.where(begins, self._start(env.obs), obs))
         return after, timestep.replace(obs=obs), episode
 
     def _start(self, obs: Array) -> Array:

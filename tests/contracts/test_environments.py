@@ -140,12 +140,16 @@ def settings_of(path):
     path = Path(path)
     if path.parent.name == "examples":
         return load_settings(file=path)
-    suite = "" if path.parent.name in ("gymnax", "minatar") else f"{path.parent.name}/"
-    name, _, backend = path.stem.partition("-") if suite else (path.stem, "", "")
-    return load_settings(suite + name, backend=backend or None)
+    name, _, backend = path.stem.partition("-")
+    return load_settings(f"{path.parent.name}/{name}", backend=backend or None)
 
 
-TRAINED = [*GYMNAX, *(path for path in SHIPPED if Path(path).stem not in GYMNAX)]
+# Those outside of the program have tests of their own.
+EXTERNAL = ("/atari/", "/mujoco/", "/box2d/", "/atari_")
+TRAINED = [
+    *GYMNAX,
+    *(p for p in SHIPPED if Path(p).stem not in GYMNAX and not any(part in p for part in EXTERNAL)),
+]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,291 @@
+"""Environments outside of the program: one pool for all runs, resets a step late, true scores."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from probes import Probe
+
+from purejaxppo import cli, envs, ppo, stats
+from purejaxppo.config import Config, ConfigError, Hyper, load_settings
+from purejaxppo.networks import CNN_LAYERS
+from purejaxppo.policy import load_policy
+from purejaxppo.spaces import Box, Discrete
+from purejaxppo.train import as_arrays, make_setup, make_train
+from purejaxppo.types import Episode, TimeStep
+
+try:
+    import envpool
+except ImportError:
+    envpool = None
+
+needs_envpool = pytest.mark.skipif(envpool is None, reason="EnvPool is an extra")
+FAST = {"xla_backend_optimization_level": 0}
+jit = functools.partial(jax.jit, compiler_options=FAST)
+
+
+def play(name, actions, seeds=(0,), num_envs=2, **arguments):
+    """Host arrays of states before each step, time steps and episodes, each [T, R, N, ...]."""
+    env = envs.vectorize(Config(num_envs=num_envs), envs.make(name, arguments), seeds=seeds)
+    over_runs = jax.vmap if len(seeds) > 1 else lambda f: f
+    axis = (len(seeds),) if len(seeds) > 1 else ()
+
+    def run(key, actions):
+        def step(state, action):
+            after, timestep, episode = env.step(None, state, action)
+            return after, (state, timestep, episode)
+
+        return jax.lax.scan(step, env.reset(key), actions)[1]
+
+    keys = jax.random.split(jax.random.key(0), axis) if axis else jax.random.key(0)
+    actions = jnp.broadcast_to(
+        jnp.asarray(actions)[:, None], (len(actions), num_envs, *np.shape(actions)[1:])
+    )
+    actions = jnp.broadcast_to(actions, (*axis, *actions.shape))
+    program = jit(over_runs(run))
+    env.prepare()
+    return jax.tree.map(np.asarray, program(keys, actions))
+
+
+@needs_envpool
+def test_an_environment_resets_one_step_late():
+    states, timestep, episode = play("envpool/CartPole-v1", [0] * 40)
+    ended = timestep.terminated | timestep.truncated
+    assert ended.sum() >= 4
+    np.testing.assert_array_equal(timestep.valid[1:], ~ended[:-1])
+    assert timestep.valid[0].all()
+    # What follows an end is acted on in vain: it is the final observation, and the next one a first.
+    pole = np.abs(timestep.obs[..., 2])
+    assert (pole[ended] > 0.2).all()
+    late = ~timestep.valid
+    np.testing.assert_array_equal(states.obs[1:][late[1:]], timestep.obs[:-1][late[1:]])
+    assert (np.abs(timestep.obs[late]) < 0.051).all()
+    assert not timestep.reward[late].any()
+    # Scores and lengths are of real steps alone, and begin anew.
+    np.testing.assert_array_equal(episode.ended, ended)
+    for n in range(2):
+        score = 0
+        for t in range(40):
+            score += timestep.valid[t, n]
+            if ended[t, n]:
+                assert episode.score[t, n] == episode.length[t, n] == score
+                score = 0
+
+
+@needs_envpool
+def test_a_time_limit_truncates_and_a_fall_terminates():
+    still, fall = np.zeros((12, 3)), np.ones((120, 3))
+    _, timestep, episode = play("envpool/Hopper-v5", still, max_episode_steps=5)
+    np.testing.assert_array_equal(timestep.truncated[:, 0], np.arange(12) % 6 == 4)
+    assert not timestep.terminated.any()
+    assert (episode.length[episode.ended] == 5).all()
+    _, timestep, episode = play("envpool/Hopper-v5", fall)
+    assert timestep.terminated.any()
+    assert not timestep.truncated.any()
+    assert timestep.obs.dtype == timestep.reward.dtype == np.float32
+
+
+@needs_envpool
+def test_runs_in_one_pool_are_what_each_is_alone():
+    actions = np.random.default_rng(0).uniform(-1, 1, (20, 6))
+    together = play("envpool/HalfCheetah-v5", actions, seeds=(5, 6, 7))
+    for i, seed in enumerate((5, 6, 7)):
+        alone = play("envpool/HalfCheetah-v5", actions, seeds=(seed,))
+        for a, b in zip(jax.tree.leaves(alone[1:]), jax.tree.leaves(together[1:]), strict=True):
+            np.testing.assert_array_equal(a, b[i])
+    assert np.ptp(together[0].obs[:, 0], axis=0).min() >= 0
+    assert (together[0].obs[0, 0] != together[0].obs[1, 0]).any()
+    assert (together[0].obs[0, 0, 0] != together[0].obs[0, 0, 1]).any()
+
+
+@needs_envpool
+def test_atari_frames_are_bytes_with_channels_last_and_scores_are_the_games_own():
+    fire_and_right = [1] + [2] * 60 + [1] + [3] * 238
+    arguments = {"episodic_life": True, "reward_clip": True, "use_fire_reset": False}
+    states, timestep, episode = play("envpool/Breakout-v5", fire_and_right, num_envs=4, **arguments)
+    assert states.obs.shape == (300, 4, 84, 84, 4)
+    assert states.obs.dtype == np.uint8
+    np.testing.assert_array_equal(states.obs[10, :, ..., 2:4], states.obs[11, :, ..., 1:3])
+    # Lives end episodes for learning, and only games are counted.
+    assert timestep.terminated.sum() > episode.ended.sum()
+    assert set(np.unique(timestep.reward)) <= {0.0, 1.0}
+
+
+@needs_envpool
+def test_a_clipped_reward_leaves_the_score_alone():
+    _, timestep, episode = play("envpool/Asterix-v5", [2, 3, 4, 5] * 150, reward_clip=True)
+    assert timestep.reward.max() == 1.0
+    assert episode.ended.any()
+    assert (episode.score[episode.ended] >= 50).any()
+
+
+class LateState(struct.PyTreeNode):
+    obs: jax.Array
+    t: jax.Array
+
+
+class Late:
+    """Two environments of three steps that earn 1 each; then a step that only resets, and lies."""
+
+    observation_space, action_space = Box(-9.0, 9.0, (1,)), Discrete(2)
+    max_episode_steps, may_truncate, num_envs, external = None, True, 2, True
+
+    def __init__(self, lie):
+        self.lie = lie
+
+    def prepare(self):
+        pass
+
+    def reset(self, key):
+        return LateState(jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32))
+
+    def begin_rollout(self, key, state):
+        return state
+
+    def end_rollout(self, state):
+        return state
+
+    def step(self, key, state, action):
+        late = state.t == 3
+        t = jnp.where(late, 0, state.t + 1)
+        ended = t == 3
+        obs = t.astype(jnp.float32)[:, None]
+        reward = jnp.where(late, self.lie, 1.0)
+        timestep = TimeStep(
+            obs, reward, ended & (jnp.arange(2) == 0), ended & (jnp.arange(2) == 1), ~late
+        )
+        return LateState(obs, t), timestep, Episode(ended, jnp.full(2, 3.0), jnp.full(2, 3))
+
+
+def late_iteration(lie):
+    config = Config(
+        num_envs=2,
+        num_steps=12,
+        num_minibatches=2,
+        update_epochs=2,
+        torso_layers=(8,),
+        normalize_observations=True,
+        normalize_rewards=True,
+    )
+    setup = make_setup(config, Probe())._replace(env=Late(lie))
+    hyper = as_arrays(Hyper(learning_rate=0.01, gamma=0.5, gae_lambda=1.0))
+    state = jit(ppo.init, static_argnums=0)(setup, jax.random.key(0), hyper)
+    return setup, hyper, state, jit(ppo.iterate, static_argnums=0)(setup, state, hyper, 10.0)
+
+
+def test_a_late_reset_counts_for_nothing():
+    _, _, _, (state, metrics) = late_iteration(0.0)
+    _, _, _, (other, others) = late_iteration(1e6)
+    for a, b in zip(
+        jax.tree.leaves((state.params, state.obs_stats, state.return_stats, metrics)),
+        jax.tree.leaves((other.params, other.obs_stats, other.return_stats, others)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert metrics.invalid_steps == 2 * 3
+    assert (metrics.episodes, metrics.episode_length) == (6, 3)
+    # What is seen in such a step is a final observation, 3, and no statistics have it.
+    np.testing.assert_allclose(state.obs_stats.mean, 1.0, rtol=1e-6)
+    assert state.obs_stats.count == 18
+
+
+def test_a_truncation_is_valued_by_what_is_acted_on_in_vain():
+    setup, hyper, state, _ = late_iteration(0.0)
+    draws = ppo.draw(setup, jax.random.key(1))
+    after, data = jit(ppo.rollout, static_argnums=0)(setup, state, draws)
+    advantage = np.asarray(ppo.advantages(setup, after, data, hyper))
+    steps = data.transitions
+    value = np.asarray(steps.value)
+    scale = float(stats.return_scale(state.return_stats))
+    for n, bootstrap in ((0, 0.0), (1, value[3, 1])):
+        expected = 1 / scale + 0.5 * bootstrap - value[2, n]
+        np.testing.assert_allclose(advantage[2, n], expected, rtol=1e-5)
+        earlier = 1 / scale + 0.5 * value[2, n] - value[1, n] + 0.5 * expected
+        np.testing.assert_allclose(advantage[1, n], earlier, rtol=1e-5)
+    assert data.final_obs.shape[0] == 0
+
+
+@needs_envpool
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("envpool/Pomg-v5", {}, "EnvPool has no 'Pomg-v5'; did you mean Pong-v5"),
+        ("envpool/Pong-v5", {"frameskip": 4}, "no argument 'frameskip'; did you mean frame_skip"),
+        ("envpool/Pong-v5", {"num_envs": 4}, "no argument 'num_envs'"),
+        ("envpool/MiniGrid-Unlock-v0", {}, "MiniGrid-Unlock-v0: spaces of the kind Dict"),
+    ],
+)
+def test_what_there_is_not_is_refused(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make(name, arguments)
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "envpool", None)
+    with pytest.raises(ConfigError, match=r"pip install 'purejaxppo\[envpool\]'"):
+        envs.make("envpool/Pong-v5")
+
+
+@needs_envpool
+def test_a_pure_function_cannot_hold_a_pool():
+    with pytest.raises(ConfigError, match="envpool/CartPole-v1 lives outside of the program"):
+        make_train(Config(env="envpool/CartPole-v1"))
+
+
+@needs_envpool
+def test_atari_trains_on_pixels(tmp_path):
+    options = (
+        "--env envpool/Pong-v5 --num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 1"
+    )
+    options += " --total-timesteps 32 --eval-episodes 1 --env-args max_episode_steps=6 --run-dir"
+    assert cli.train_command([*options.split(), str(tmp_path / "run")]) == 0
+    config = load_settings(file=tmp_path / "run" / "config.yaml")
+    assert (config.hyper.value_clip_eps, config.hyper.reward_clip) == (0.1, 1.0)
+    policy = load_policy(tmp_path / "run")
+    assert policy.agent.network.cnn_layers == CNN_LAYERS["nature"]
+    assert policy(np.zeros((3, 84, 84, 4), np.uint8)).shape == (3,)
+
+
+SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
+
+
+@needs_envpool
+def test_a_training_and_its_resumption(tmp_path, capsys):
+    run_dir = str(tmp_path / "run")
+    options = [*SMALL.split(), "--env", "envpool/Acrobot-v1", "--env-args", "max_episode_steps=20"]
+    options += ["--num-seeds", "2", "--eval-episodes", "3", "--run-dir", run_dir]
+    assert (
+        cli.train_command([*options, "--total-timesteps", "64", "--no-anneal-learning-rate"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "environments step in C++ threads" in out
+    assert cli.train_command(["--resume", run_dir, "--total-timesteps", "128"]) == 0
+    out = capsys.readouterr().out
+    assert "not bit for bit: environments outside of the program begin anew" in " ".join(
+        out.split()
+    )
+    assert cli.evaluate_command([run_dir, "--episodes", "20"]) == 0
+    assert "20" in capsys.readouterr().out
+
+
+@needs_envpool
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--shard environments",
+            "--shard environments: the environments of envpool/Acrobot-v1 live",
+        ),
+        ("--num-seeds 4 --runs-per-block 2", "--runs-per-block 2: the environments"),
+        ("--num-envs 100000 --memory-limit 8GiB", "there is room for"),
+    ],
+)
+def test_what_they_cannot_do_is_refused(options, message, tmp_path, capsys):
+    arguments = [*SMALL.split(), "--env", "envpool/Acrobot-v1", *options.split()]
+    assert cli.train_command([*arguments, "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
