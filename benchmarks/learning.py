@@ -1,8 +1,9 @@
 """Learning results of the shipped configurations: trains every environment of a suite over eight
-seeds that nothing was tuned on, measures random policies the same way, and writes a table.
+seeds (or --seeds) that nothing was tuned on, measures random policies the same way, and writes a table.
 
     python -m benchmarks.learning --suite gymnax
     python -m benchmarks.learning --suite gymnax --env CartPole-v1 --env Acrobot-v1
+    python -m benchmarks.learning --suite minatar --seeds 4
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from purejaxppo.spaces import Box
 from purejaxppo.sweep import bootstrap_interval
 from purejaxppo.train import Trainer, make_plan, make_setup, stack_hypers
 
-FIRST_SEED, NUM_SEEDS = 1000, 8
+FIRST_SEED = 1000
 RANDOM_POLICIES = 100
 RESULTS = Path(__file__).parent / "results"
 
@@ -86,21 +87,21 @@ def random_returns(env_name: str, env_args: dict[str, Any]) -> dict[str, list[fl
     }
 
 
-def train(env_name: str) -> dict[str, Any]:
+def train(env_name: str, num_seeds: int) -> dict[str, Any]:
     """summary.json of the command a user would type, with the benchmark's seeds."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [sys.executable, "-m", "purejaxppo.run", "--env", env_name]
-        command += ["--seed", str(FIRST_SEED), "--num-seeds", str(NUM_SEEDS)]
+        command += ["--seed", str(FIRST_SEED), "--num-seeds", str(num_seeds)]
         command += ["--run-dir", str(run_dir), "--eval-every", "0"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
         return json.loads((run_dir / "summary.json").read_text()) | {"config": config}
 
 
-def measure(env_name: str) -> dict[str, Any]:
+def measure(env_name: str, num_seeds: int) -> dict[str, Any]:
     """What a training and the random policies reach in one environment."""
-    summary = train(env_name)
+    summary = train(env_name, num_seeds)
     env_args = summary["config"]["env_args"]
     return {
         "env": env_name,
@@ -122,11 +123,12 @@ def met(result: dict[str, Any], target: Target) -> bool:
 def table(suite: str, results: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     versions = results[0]["versions"]
+    sampled = load_settings(results[0]["env"]).run.eval_sampled
     lines = [
         f"# Learning results, {suite}",
         "",
         f"Made by `python -m benchmarks.learning --suite {suite}`: the shipped configurations, seeds "
-        f"{FIRST_SEED} to {FIRST_SEED + NUM_SEEDS - 1}, mean return of deterministic evaluation "
+        f"from {FIRST_SEED} on, mean return of {'sampled' if sampled else 'deterministic'} evaluation "
         "episodes (128 where not said otherwise). The interval is a 95% bootstrap interval of the "
         f"mean over seeds. Random and untrained: mean, and 99th percentile, over {RANDOM_POLICIES} "
         "policies measured the same way, of uniform actions and of networks before training.",
@@ -134,9 +136,9 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
         f"{results[0]['device']}, jax {versions['jax']}, gymnax {versions['gymnax']}, "
         f"purejaxppo {versions['purejaxppo']}.",
         "",
-        "| environment | steps | mean | 95% interval | worst seed | random (p99) "
+        "| environment | steps | seeds | mean | 95% interval | worst seed | random (p99) "
         "| untrained (p99) | bar | met | note |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         target, returns = SUITES[suite][r["env"]], np.array(r["returns"])
@@ -144,7 +146,7 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
         low, high = bootstrap_interval(returns)
         episodes = "" if r["eval_episodes"] == 128 else f"{r['eval_episodes']:,} episodes a seed. "
         lines.append(
-            f"| {r['env']}{args} | {r['steps']:,} | {returns.mean():.4g} | {low:.4g} ... {high:.4g} "
+            f"| {r['env']}{args} | {r['steps']:,} | {len(returns)} | {returns.mean():.4g} | {low:.4g} ... {high:.4g} "
             f"| {returns.min():.4g} | {_pair(r['random'])} | {_pair(r['untrained'])} "
             f"| {target.bar(*r['random'])} | {'yes' if met(r, target) else '**no**'} "
             f"| {episodes}{target.note} |"
@@ -161,6 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suite", choices=SUITES, default="gymnax")
     parser.add_argument("--env", action="append", help="only this one; may be repeated")
+    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument(
         "--random-only",
         action="store_true",
@@ -174,7 +177,7 @@ def main() -> int:
         if arguments.random_only:
             known[name] |= random_returns(name, known[name]["env_args"])
         else:
-            known[name] = measure(name)
+            known[name] = measure(name, arguments.seeds)
         print(f"{name}: met {met(known[name], targets[name])}", flush=True)
         ordered = [known[env] for env in targets if env in known]
         stored.write_text(json.dumps(ordered, indent=1) + "\n")

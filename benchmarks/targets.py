@@ -102,4 +102,12 @@ GYMNAX = {
     ),
 }
 
-SUITES = {"gymnax": GYMNAX}
+# The best of what others report with 10M steps: 28 to 40, 131 to 170, 15 and 58.
+MINATAR = {
+    "Breakout-MinAtar": Target(at_least=40.0),
+    "SpaceInvaders-MinAtar": Target(at_least=170.0),
+    "Asterix-MinAtar": Target(at_least=15.0),
+    "Freeway-MinAtar": Target(at_least=60.0),
+}
+
+SUITES = {"gymnax": GYMNAX, "minatar": MINATAR}

@@ -167,7 +167,7 @@ def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) ->
         env.prepare()
         key = jax.random.fold_in(jax.random.key(seed), number) if number else jax.random.key(seed)
         played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, not sampled)
-        rounds.append(played)
+        rounds.append(jax.device_get(played))  # before the environments begin anew
     return jax.tree.map(lambda *x: np.concatenate(x)[:episodes], *rounds)
 
 

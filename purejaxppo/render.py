@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import math
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,7 @@ from purejaxppo.agent import Agent
 from purejaxppo.config import ConfigError
 from purejaxppo.devices import split_keys
 from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState
-from purejaxppo.envs.images import of_environment
+from purejaxppo.envs.images import Images, of_environment
 from purejaxppo.evaluate import MAX_STEPS
 from purejaxppo.policy import Policy, act
 from purejaxppo.sketches import INK, PAPER, Sketch, sketch_of
@@ -77,25 +80,108 @@ def render(
         ConfigError: nothing to draw, another kind of file, or one that cannot be written.
     """
     path = Path(path)
-    sketch = sketch_of(policy.env, policy.config.env)
+    if episodes < 1:
+        raise ConfigError(f"--episodes {episodes}: must be at least 1")
+    check_drawable(policy.env, policy.config.env)
+    external = envs.is_external(policy.env)
+    sketch = _OWN_FRAMES if external else sketch_of(policy.env, policy.config.env)
+    shoot = _shoot_outside if external else _shoot
     write = _writer(path)
     with _whole(path) as partial:
-        film, stride = _shoot(policy, sketch, episodes, seed, sampled, max_frames)
+        film, stride = shoot(policy, sketch, episodes, seed, sampled, max_frames)
         write(partial, _reel(sketch, film, stride))
     return [float(score) for score in film.episode.score]
 
 
 def check_drawable(env: Environment, name: str) -> None:
     """Raises ConfigError, with the environment's name, where `render` would for what it is."""
-    sketch_of(env, name)
+    if not envs.is_external(env):
+        sketch_of(env, name)
+        return
+    outside: Any = env
+    # In a process of its own, since without OpenGL a pool may end the one it is in.
+    arguments = [outside.task, json.dumps(outside.arguments)]
+    tried = subprocess.run(
+        [sys.executable, "-c", _TRY_TO_DRAW, *arguments], capture_output=True, text=True
+    )
+    if tried.returncode:
+        reason = (tried.stderr.strip() or "?").splitlines()[-1]
+        raise ConfigError(f"{name} cannot be drawn here: {reason}")
+
+
+_TRY_TO_DRAW = """
+import json, sys, envpool
+options = json.loads(sys.argv[2])
+env = envpool.make(sys.argv[1], env_type="gymnasium", num_envs=1, render_mode="rgb_array", **options)
+env.reset()
+env.render()
+"""
+# Frames as environments draw them themselves; Atari's are 60 a second, four to a step.
+_OWN_FRAMES = Sketch(draw=Image.fromarray, sees=lambda states: states, rate=15)
+
+
+def _shoot_outside(
+    policy: Policy, sketch: Sketch, episodes: int, seed: int, sampled: bool, max_frames: int
+) -> tuple[_Film, int]:
+    """What `_shoot` gives, of an environment outside of the program, one game after another."""
+    outside: Any = policy.env
+    camera = outside.arguments | {"render_mode": "rgb_array"}
+    outside = dataclasses.replace(outside, arguments=camera)
+    env: Any = envs.vectorize(policy.config, outside, 1, [seed])
+    agent, params, obs_stats = policy.agent, policy.params, policy.obs_stats
+
+    @jax.jit
+    def step(states: PyTree, key: Array) -> tuple[PyTree, Episode]:
+        action = act(agent, params, obs_stats, states.obs, key if sampled else None)
+        states, _, now = env.step(key[None], states, action.reshape(1, -1))
+        return states, jax.tree.map(lambda x: x[0], now)
+
+    reset, stride = jax.jit(env.reset), _pace(sketch)
+    rolls = []
+    for number in range(episodes):
+        env.prepare()
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        size = max(max_frames // episodes, 2)
+        roll, stride = _roll(env, step, reset(key), key, stride, size)
+        rolls.append(roll)
+    # In all the same steps between frames, and as many frames.
+    rolls = [[roll[n] for n in sorted(roll) if n % stride == 0 or n == max(roll)] for roll in rolls]
+    most = max(map(len, rolls))
+    shots = [shot for roll in rolls for shot in roll + roll[-1:] * (most - len(roll))]
+    seen, so_far = jax.tree.map(
+        lambda *x: np.stack(x).reshape(episodes, most, *np.shape(x[0])), *shots
+    )
+    return _Film(seen, so_far, jax.tree.map(lambda x: x[:, -1], so_far)), stride
+
+
+def _roll(
+    env: Any, step: Callable[..., Any], states: PyTree, key: Array, stride: int, size: int
+) -> tuple[dict[int, tuple[np.ndarray, Episode]], int]:
+    """Frames of an episode by its length, every `stride` steps and at the end, and that stride.
+
+    It is doubled where there would be more than `size` frames.
+    """
+    camera: Any = env.env if isinstance(env, Images) else env
+    now = Episode(jnp.zeros((), bool), jnp.zeros(()), jnp.zeros((), jnp.int32))
+    jax.block_until_ready(states)  # the frames are asked for behind its back
+    roll = {0: (camera.frames()[0], now)}
+    for t in range(env.max_episode_steps or MAX_STEPS):
+        states, now = jax.device_get(step(states, jax.random.fold_in(key, t)))
+        if now.ended or now.length % stride == 0:
+            roll[int(now.length)] = camera.frames()[0], now
+        if now.ended:
+            break
+        if len(roll) > size:
+            stride *= 2
+            roll = {n: shot for n, shot in roll.items() if n % stride == 0}
+    roll[int(now.length)] = camera.frames()[0], now  # also of one that is given up
+    return roll, stride
 
 
 def _shoot(
     policy: Policy, sketch: Sketch, episodes: int, seed: int, sampled: bool, max_frames: int
 ) -> tuple[_Film, int]:
     """The episodes on the host, and how many steps there are from one slot to the next."""
-    if episodes < 1:
-        raise ConfigError(f"--episodes {episodes}: must be at least 1")
     env = envs.vectorize(policy.config, policy.env, episodes)
     stride = _pace(sketch)
     limit = env.max_episode_steps or MAX_STEPS

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from PIL import Image, ImageSequence
 from probes import Probe
 
 from purejaxppo import cli, envs, ppo, stats
@@ -247,6 +248,32 @@ def test_atari_trains_on_pixels(tmp_path):
     policy = load_policy(tmp_path / "run")
     assert policy.agent.network.cnn_layers == CNN_LAYERS["nature"]
     assert policy(np.zeros((3, 84, 84, 4), np.uint8)).shape == (3,)
+
+
+@needs_envpool
+def test_games_are_filmed_in_their_own_colours(tmp_path):
+    run_dir = tmp_path / "run"
+    options = "--env envpool/Breakout-v5 --num-envs 2 --num-steps 8 --num-minibatches 2 --cnn-layers 4x8x8"
+    options += (
+        " --torso-layers 8 --update-epochs 1 --total-timesteps 16 --eval-episodes 1 --run-dir"
+    )
+    arguments = ["--env-args", "max_episode_steps=30", "--seed", "3"]
+    assert cli.train_command([*options.split(), str(run_dir), *arguments]) == 0
+    assert cli.render_command([str(run_dir), "--episodes", "2"]) == 0
+    with Image.open(run_dir / "videos" / "run0.gif") as film:
+        frames = [np.asarray(f.convert("RGB")) for f in ImageSequence.Iterator(film)]
+    assert frames[0].shape == (210 + 24, 320, 3)
+    assert 4 <= len(frames) <= 2 * 32
+    game = frames[0][24:, 80:240]
+    assert len(np.unique(game.reshape(-1, 3), axis=0)) >= 6  # rows of bricks
+    assert (frames[0] != frames[-2]).any()
+
+
+@needs_envpool
+def test_what_cannot_be_filmed_is_said_before_it_is_trained(tmp_path, capsys):
+    options = "--env envpool/FrozenLake-v1 --video-every 100 --run-dir"
+    assert cli.train_command([*options.split(), str(tmp_path / "run")]) == 2
+    assert "envpool/FrozenLake-v1 cannot be drawn here: " in capsys.readouterr().err
 
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -154,7 +155,7 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
 
 def is_external(env: Any) -> bool:
     """Whether an environment lives outside of the compiled program; see `VectorEnvironment`."""
-    return hasattr(env, "vectorize")
+    return getattr(env, "external", False)
 
 
 def vectorize(
@@ -172,8 +173,10 @@ def vectorize(
     """
     if is_external(env):
         use = int(episodes is not None)  # so that an evaluation is not of what was trained on
-        vector = env.vectorize(
-            episodes or config.num_envs, tuple(np.random.SeedSequence([s, use]) for s in seeds)
+        vector = dataclasses.replace(
+            env,
+            num_envs=episodes or config.num_envs,
+            seeds=tuple(np.random.SeedSequence([seed, use]) for seed in seeds),
         )
     elif episodes is None:
         vector = Vectorized(env, config.num_envs, config.reset_mode, config.pool_size)

@@ -72,10 +72,6 @@ class EnvPool:
     may_truncate: bool = True
     external: bool = True
 
-    def vectorize(self, num_envs: int, seeds: tuple[np.random.SeedSequence, ...]) -> EnvPool:
-        """N environments for each run."""
-        return dataclasses.replace(self, num_envs=num_envs, seeds=seeds)
-
     @functools.cached_property
     @_its_own_way()
     def _pool(self) -> Any:
@@ -107,6 +103,10 @@ class EnvPool:
             return handle, _read(*said)
 
         return handle, over_runs(first, len(self.seeds)), over_runs(act, len(self.seeds))
+
+    def frames(self) -> np.ndarray:
+        """[R * N, H, W, 3] bytes, where `arguments` have the render_mode rgb_array."""
+        return self._pool.render(env_ids=np.arange(len(self._pool)))
 
     def prepare(self) -> None:
         """Begins new episodes everywhere. On the host, before each program that calls `reset`."""
@@ -164,7 +164,7 @@ def _read(
 
 
 def _channels_first(shape: tuple[int, ...], dtype: Any) -> bool:
-    return len(shape) == 3 and dtype == np.uint8 and shape[0] < shape[2]
+    return len(shape) == 3 and np.dtype(dtype) == np.uint8 and shape[0] < shape[2]
 
 
 def make(name: str, env_args: dict[str, Any]) -> EnvPool:
