@@ -19,7 +19,12 @@ from typing import Any
 PEERS = {
     "rejax": ["rejax==0.1.3", "gymnax==0.0.9", "jax==0.10.2"],
     "sbx": ["sbx-rl==0.28.0", "gymnasium[classic-control]", "jax==0.10.2"],
-    "sb3": ["stable-baselines3==2.9.0", "gymnasium[classic-control]"],
+    "sb3": [
+        "stable-baselines3==2.9.0",
+        "gymnasium[classic-control,mujoco]",
+        "ale-py",
+        "opencv-python-headless",
+    ],
 }
 _SCRIPTS = {"rejax": "peer_rejax.py", "sbx": "peer_sb3.py", "sb3": "peer_sb3.py"}
 _SHOW = "import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {}}}))"

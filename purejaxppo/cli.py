@@ -87,6 +87,7 @@ def envs_command(arguments: list[str]) -> int:
         path = options.shipped_config(name)
         published = path is not None and path.read_text().startswith("# Published")
         print(name + ("  published settings" if published else "  tuned" if path else ""))
+    print("envpool/NAME  whatever EnvPool calls NAME (an extra), such as envpool/Pong-v5")
     return 0
 
 

@@ -458,7 +458,7 @@ def _check_external(config: Config, options: RunOptions, num_runs: int) -> None:
         raise ConfigError(f"--shard environments: {reason}")
     if options.distributed:
         raise ConfigError(f"--distributed: {reason}")
-    if options.runs_per_block not in ("auto", num_runs):
+    if options.runs_per_block != "auto" and options.runs_per_block < num_runs:
         raise ConfigError(f"--runs-per-block {options.runs_per_block}: {reason} for all runs")
 
 

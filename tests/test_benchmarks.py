@@ -1,11 +1,13 @@
 """What decides whether a benchmark's bar is met, and optima with independent values."""
 
+import dataclasses
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import brax_ppo, budget, compare, learning, optima, scaling, throughput
+from benchmarks import brax_ppo, budget, compare, external, learning, optima, scaling, throughput
 from benchmarks.targets import SUITES, Target
 from purejaxppo import cli, envs
 from purejaxppo.config import load_settings, validate
@@ -134,6 +136,43 @@ def test_every_trainer_does_the_same_work():
         assert (config.shared_torso, config.normalize_observations) == (False, False)
         assert not config.normalize_rewards
         assert abs(config.total_timesteps * work.num_runs / work.steps - 1) < 0.02
+
+
+def test_external_tasks_are_trained_as_the_other_trains_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        external.peers, "command", lambda _, peer, task: asked.append(task) or ["true"]
+    )
+    result = types.SimpleNamespace(stdout="100.0\n5.0\n")
+    monkeypatch.setattr(external.subprocess, "run", lambda *_, **__: result)
+    for task in external.TASKS:
+        assert external.theirs(task, 1000, Path()) == {"steps_per_second": 100.0, "return": 5.0}
+        settings = load_settings(f"envpool/{task.name}")
+        config, hyper, got = settings.config, settings.hyper, asked.pop()
+        assert got["seed"] == 1000
+        assert config.num_envs == got["num_envs"] == 8
+        steps = got["num_steps"], got["batch_size"], got["epochs"]
+        assert steps == ((256, 64, 10) if task.returns else (128, 256, 4))
+        assert got["iterations"] + 1 == -(-task.their_steps // config.batch_size)
+        if task.returns:
+            assert config.normalize_observations
+            assert config.normalize_rewards
+            # Its value loss is the mean of squares, ours half of it.
+            assert (hyper.vf_coef, hyper.ent_coef, hyper.learning_rate) == (1.0, 0.0, 3e-4)
+            assert (hyper.gamma, hyper.gae_lambda, hyper.clip_eps) == (0.99, 0.95, 0.2)
+            assert not config.anneal_learning_rate
+
+
+def test_external_table_compares_at_equal_seeds():
+    runs = [[{"steps_per_second": 50.0, "return": x} for x in xs] for xs in ((9, 12), (10, 10))]
+    about = {
+        "versions": {"jax": "1", "envpool": "2"},
+        "device": "",
+        "peer": {"stable-baselines3": "3"},
+    }
+    first = dataclasses.asdict(external.TASKS[0]) | {"ours": runs[0], "theirs": runs[1]} | about
+    (line,) = [x for x in external.table([first]).splitlines() if x.startswith("| HalfCheetah")]
+    assert "| 2 | 10 | 10 | 0 (-1 ... 2) | **no** | 50 | 50 | 1.0 | 5 |" in line
 
 
 def test_ratios_are_taken_pair_by_pair():
