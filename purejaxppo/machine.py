@@ -161,7 +161,7 @@ def versions() -> dict[str, str]:
     """Of what a result depends on."""
     found = {"purejaxppo": purejaxppo.__version__, "python": platform.python_version()}
     for name in (
-        "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "mujoco", "mujoco-mjx", "playground", "envpool",
+        "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "mujoco", "mujoco-mjx", "playground", "envpool", "octax",
         "numpy",
     ):  # fmt: skip
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # an extra

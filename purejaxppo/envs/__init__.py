@@ -89,6 +89,31 @@ _PLAYGROUND = [  # its dm_control suite, which needs no download
     "WalkerWalk",
 ]
 
+_OCTAX = [
+    "airplane",
+    "blinky",
+    "brix",
+    "cavern",
+    "deep",
+    "filter",
+    "flight_runner",
+    "missile",
+    "pong",
+    "rocket",
+    "shooting_stars",
+    "space_flight",
+    "spacejam",
+    "squash",
+    "submarine",
+    "tank",
+    "target_shooter",
+    "tetris",
+    "ufo",
+    "vertical_brix",
+    "wipe_off",
+    "worm",
+]
+
 # Host memory that an environment outside of the program takes: what the hungriest, Atari's, do.
 EXTERNAL_BYTES = 2 * 2**20
 
@@ -99,6 +124,7 @@ _OPEN_SUITES = ("playground", "envpool")
 _REGISTRY: dict[str, str | Factory] = {
     **dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax"),
     **dict.fromkeys((f"brax/{name}" for name in _BRAX), "purejaxppo.envs.brax"),
+    **dict.fromkeys((f"octax/{name}" for name in _OCTAX), "purejaxppo.envs.octax"),
     **dict.fromkeys((f"playground/{name}" for name in _PLAYGROUND), "purejaxppo.envs.playground"),
 }
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import pkgutil
 from pathlib import Path
 
 import jax
@@ -23,10 +24,15 @@ ALL = envs.list_environments()
 GYMNAX = [name for name in ALL if "/" not in name and name not in DOWNLOADS]
 BRAX = [name for name in ALL if name.startswith("brax/")]
 PLAYGROUND = [name for name in ALL if name.startswith("playground/")]
+OCTAX = [name for name in ALL if name.startswith("octax/")]
 # Physics takes long to compile: these always, the others with `-m slow`.
-QUICK = ("inverted_pendulum", "reacher", "CartpoleBalance")
-has_playground = importlib.util.find_spec("mujoco_playground") is not None
+QUICK = ("inverted_pendulum", "reacher", "CartpoleBalance", "brix")
+EXTRAS = {"playground": "mujoco_playground", "octax": "octax"}
 NUM_ENVS, STEPS = 3, 130
+
+
+def installed(extra):
+    return importlib.util.find_spec(EXTRAS[extra]) is not None
 
 
 def marks(name):
@@ -34,8 +40,8 @@ def marks(name):
     short = Path(name).stem.partition("-")[0]
     physics = "/" in name and "/gymnax/" not in name and "/examples/" not in name
     slow = [pytest.mark.slow] if physics and short not in QUICK else []
-    absent = name.startswith("playground/") and not has_playground
-    return [*slow, pytest.mark.skipif(absent, reason="the extra playground is not installed")]
+    absent = [extra for extra in EXTRAS if f"{extra}/" in name and not installed(extra)]
+    return [*slow, pytest.mark.skipif(bool(absent), reason=f"the extra {absent} is not installed")]
 
 
 def test_registry_is_complete():
@@ -49,7 +55,12 @@ def test_registry_is_complete():
     assert len(GYMNAX) == 25
     # "fast" is a test of Brax's own.
     assert {f"brax/{name}" for name in brax.envs._envs} == {*BRAX, "brax/fast"}
-    if has_playground:
+    if installed("octax"):
+        import octax.environments
+
+        games = pkgutil.iter_modules(octax.environments.__path__)
+        assert {f"octax/{game.name}" for game in games} == set(OCTAX)
+    if installed("playground"):
         from mujoco_playground import dm_control_suite
 
         assert {f"playground/{name}" for name in dm_control_suite.ALL_ENVS} == set(PLAYGROUND)
@@ -62,6 +73,7 @@ WORLDS += [
     for backend in backends(name)
 ]
 WORLDS += [(name, {"episode_length": 50}) for name in PLAYGROUND]
+WORLDS += [(name, {"max_num_steps_per_episodes": 50}) for name in OCTAX]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +127,8 @@ def _check_observations(space, obs):
         assert obs.dtype == np.int32
         assert ((obs >= 0) & (obs < space.n)).all()
     else:
-        assert obs.dtype in (np.float32, np.int32)
+        kept = space.dtype == "uint8"  # bytes stay bytes
+        assert obs.dtype in ((np.uint8,) if kept else (np.float32, np.int32))
 
 
 def _check_clock(vector, timestep, episode):
