@@ -27,6 +27,7 @@ PLAYGROUND = [name for name in ALL if name.startswith("playground/")]
 OCTAX = [name for name in ALL if name.startswith("octax/")]
 # Physics takes long to compile: these always, the others with `-m slow`.
 QUICK = ("inverted_pendulum", "reacher", "CartpoleBalance", "brix")
+SLOW = [("brax/reacher", "mjx"), ("brax/reacher", "generalized")]
 EXTRAS = {"playground": "mujoco_playground", "octax": "octax"}
 NUM_ENVS, STEPS = 3, 130
 
@@ -35,11 +36,12 @@ def installed(extra):
     return importlib.util.find_spec(EXTRAS[extra]) is not None
 
 
-def marks(name):
+def marks(name, backend=None):
     """Of a name, or of a configuration file."""
     short = Path(name).stem.partition("-")[0]
     physics = "/" in name and "/gymnax/" not in name and "/examples/" not in name
-    slow = [pytest.mark.slow] if physics and short not in QUICK else []
+    quick = short in QUICK and "positional" not in name and (name, backend) not in SLOW
+    slow = [pytest.mark.slow] if physics and not quick else []
     absent = [extra for extra in EXTRAS if f"{extra}/" in name and not installed(extra)]
     return [*slow, pytest.mark.skipif(bool(absent), reason=f"the extra {absent} is not installed")]
 
@@ -79,8 +81,13 @@ WORLDS += [(name, {"max_num_steps_per_episodes": 50}) for name in OCTAX]
 @pytest.mark.parametrize(
     ("name", "env_args"),
     [
-        pytest.param(name, env_args, marks=marks(name), id=f"{name}-{env_args.get('backend', '')}")
-        for name, env_args in WORLDS
+        pytest.param(
+            name,
+            args,
+            marks=marks(name, args.get("backend")),
+            id=f"{name}-{args.get('backend', '')}",
+        )
+        for name, args in WORLDS
     ],
 )
 def test_contract(name, env_args):
