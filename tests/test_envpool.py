@@ -217,6 +217,7 @@ def test_a_truncation_is_valued_by_what_is_acted_on_in_vain():
         ("envpool/Pong-v5", {"frameskip": 4}, "no argument 'frameskip'; did you mean frame_skip"),
         ("envpool/Pong-v5", {"num_envs": 4}, "no argument 'num_envs'"),
         ("envpool/MiniGrid-Unlock-v0", {}, "MiniGrid-Unlock-v0: spaces of the kind Dict"),
+        ("envpool/IntersectionMultiAgent-v1", {}, "several agents are not supported"),
     ],
 )
 def test_what_there_is_not_is_refused(name, arguments, message):
