@@ -35,13 +35,13 @@ class Task:
     """What both train.
 
     Attributes:
-        theirs: its name in Gymnasium.
+        peer_name: what Gymnasium calls it.
         steps, their_steps: of a run; where they differ only speeds are compared.
         aim: how many times the other's steps per second.
     """
 
     name: str
-    theirs: str
+    peer_name: str
     aim: float
     steps: int = 1_000_000
     their_steps: int = 1_000_000
@@ -77,7 +77,7 @@ def theirs(task: Task, seed: int, directory: Path) -> dict[str, float]:
     config = load_settings(f"envpool/{task.name}").config
     batch = config.batch_size
     asked: dict[str, Any] = {
-        "env": task.theirs,
+        "env": task.peer_name,
         "num_envs": config.num_envs,
         "num_steps": config.num_steps,
         "iterations": -(-task.their_steps // batch) - 1,  # after the one that warms up

@@ -62,8 +62,8 @@ class RandomPolicy:
 def random_returns(env_name: str, env_args: dict[str, Any]) -> dict[str, list[float]]:
     """Mean and 99th percentile, over policies, of the mean return of their episodes.
 
-    "random": uniform actions, which the bars refer to. "untrained": the most likely actions of
-    networks before training, for comparison; where one constant action is good, some of these are.
+    "random": uniform actions, which the bars refer to. "untrained": actions of
+    networks before training, taken as in the suite's evaluations, for comparison; where one constant action is good, some of these are.
     """
     settings = load_settings(env_name)
     env = envs.make(env_name, env_args)
@@ -76,7 +76,7 @@ def random_returns(env_name: str, env_args: dict[str, Any]) -> dict[str, list[fl
     keys = jax.random.split(jax.random.key(7), RANDOM_POLICIES)
     scores = np.asarray(jax.jit(lambda k: jax.lax.map(play, k, batch_size=4))(keys))
     setup = make_setup(settings.config, env)
-    trainer = Trainer(setup, make_plan(RANDOM_POLICIES, 4), vector)
+    trainer = Trainer(setup, make_plan(RANDOM_POLICIES, 4), vector, settings.run.eval_sampled)
     seeds = trainer.shard(np.arange(RANDOM_POLICIES, dtype=np.uint32))
     hypers = trainer.shard(stack_hypers([settings.hyper] * RANDOM_POLICIES))
     episodes = trainer.fetch(trainer.evaluate(trainer.init(seeds, hypers, ()), hypers, ()))

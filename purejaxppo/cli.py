@@ -26,6 +26,9 @@ _DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuratio
 where it has one, or over --config FILE. Whole numbers may be written 1e6 or 1_000_000."""
 
 
+# A flag that may also be left open takes true or false; its opposite is written as others are.
+_FLAGS = {"--no-shared-torso": ["--shared-torso", "false"]}
+
 Command = Callable[[list[str]], int]
 
 
@@ -173,7 +176,8 @@ def _parser(
         default = {"type": options.parse_int, "help": "(%(default)s)"}
         parser.add_argument("--episodes", default=episodes, **default)
         parser.add_argument("--seed", default=0, **default)
-        parser.add_argument("--sampled", action="store_true", help="sample the actions")
+        sampled = "sample the actions, or not; by default as the training evaluated"
+        parser.add_argument("--sampled", action=argparse.BooleanOptionalAction, help=sampled)
     return parser
 
 
@@ -181,6 +185,8 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
     """Raises ConfigError where episodes or seed are out of range."""
     options.require(given.episodes >= 1, "episodes", given.episodes, "at least 1")
     options.require(0 <= given.seed < 2**32, "seed", given.seed, "in 0 ... 2**32 - 1")
+    if given.sampled is None:
+        given.sampled = RunDirectory.open(given.run_dir, given.env).settings.run.eval_sampled
     return given
 
 
@@ -245,10 +251,11 @@ def parse(arguments: list[str]) -> Settings:
         base = options.load_settings(env, known.config, known.backend)
     given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
     base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
+    rest = [x for a in rest for x in _FLAGS.get(a, [a])]
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            return tyro.cli(
+            settings = tyro.cli(
                 Settings,
                 prog="python -m purejaxppo.run",
                 description=_DESCRIPTION,
@@ -261,6 +268,11 @@ def parse(arguments: list[str]) -> Settings:
         if stop.code == 0:
             raise
         raise ConfigError(_one_line(message.getvalue(), rest)) from None
+    # Arguments of the environment, too, lie over those of its configuration.
+    env_args = tuple((dict(base.config.env_args) | dict(settings.config.env_args)).items())
+    return dataclasses.replace(
+        settings, config=dataclasses.replace(settings.config, env_args=env_args)
+    )
 
 
 def _to_go_on(given: argparse.Namespace) -> Settings:

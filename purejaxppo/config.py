@@ -367,7 +367,10 @@ def parse_cnn_layers(text: str) -> CnnLayers:
     """
     if text in CNN_LAYERS:
         return CNN_LAYERS[text]
-    return _convert([part.split("x") for part in text.split(",")], CnnLayers)
+    try:
+        return _convert([part.split("x") for part in text.split(",")], CnnLayers)
+    except (TypeError, ValueError):
+        raise ValueError(f"{text!r} is not {_describe(CnnLayers)}") from None
 
 
 def show_cnn_layers(layers: CnnLayers) -> str:

@@ -135,6 +135,7 @@ def make_facts(policy: Policy) -> dict[str, Any]:
     return {
         "env": policy.config.env,
         "env_args": policy.config.env_options,
+        "images": {n: getattr(policy.config, n) for n in ("grayscale", "resize", "frame_stack")},
         "observation_space": _facts_of(policy.agent.observation_space),
         "action_space": _facts_of(policy.agent.action_space),
         "run": policy.run.number,

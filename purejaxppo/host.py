@@ -170,7 +170,8 @@ def _check_can_go_on(found: Checkpoint, config: Config, any_version: bool) -> No
 
 def _changed_versions(facts: dict[str, Any]) -> list[str]:
     before, now = facts["versions"], machine.versions()
-    names = sorted({*before, *now} - {"python"})  # which computes nothing
+    # Python computes nothing, and an extra that came or went was not used.
+    names = sorted((before.keys() & now.keys()) - {"python"})
     return [f"{n} {before.get(n)} -> {now.get(n)}" for n in names if before.get(n) != now.get(n)]
 
 

@@ -80,7 +80,7 @@ class Training:
             block = checkpoint.facts["block"]
         self.external = envs.is_external(self._env)
         if self.external:
-            _check_external(self.config, options, len(runs))
+            _check_external(self.config, options, len(runs), memory)
             self._lay_out(Plan(len(runs), 1, len(runs)))
         else:
             self._lay_out(make_plan(len(runs), block, by_environment))
@@ -151,8 +151,7 @@ class Training:
         )
         room = memory.of(self.plan.num_devices * self.plan.shards)
         if self.external:
-            count = self.config.num_envs + self._eval_env.num_envs
-            room -= len(self.runs) * count * envs.EXTERNAL_BYTES
+            room -= _external_bytes(self.config, self.options, len(self.runs))
         plan = fit(self.plan, footprint, room)
         self.expected_bytes = footprint.total(plan or self.plan)
         if plan == self.plan:
@@ -426,7 +425,7 @@ class Training:
         steps = self.iteration * self.config.batch_size
         path = self._videos / f"run{run.number}-{steps:012d}.gif"
         try:
-            render(policy, path, episodes=1)
+            render(policy, path, episodes=1, sampled=self.options.eval_sampled)
         except ConfigError as error:  # a film is not worth a training
             self.display.say(f"no video: {error}")
         else:
@@ -451,8 +450,21 @@ def _share(config: Config, shards: int) -> Config:
     return share
 
 
-def _check_external(config: Config, options: RunOptions, num_runs: int) -> None:
+def _external_bytes(config: Config, options: RunOptions, num_runs: int) -> int:
+    """Host memory of environments outside of the program."""
+    return num_runs * (config.num_envs + options.eval_episodes) * envs.EXTERNAL_BYTES
+
+
+def _check_external(config: Config, options: RunOptions, num_runs: int, memory: Memory) -> None:
     """Raises ConfigError for what environments outside of the program cannot do."""
+    needed, room = _external_bytes(config, options, num_runs), memory.of(1)
+    if needed > room:
+        raise ConfigError(
+            f"the environments of {config.env} need {gib(needed)}, and there is room for {gib(room)}: "
+            "give fewer runs, or a smaller --num-envs or --eval-episodes"
+        )
+    if config.reset_mode != "pool":
+        raise ConfigError(f"--reset-mode {config.reset_mode}: {config.env} resets itself")
     reason = f"the environments of {config.env} live outside of the compiled program, in one pool"
     if options.shard == "environments":
         raise ConfigError(f"--shard environments: {reason}")

@@ -54,7 +54,8 @@ class Policy:
         """Actions as the environment takes them.
 
         Args:
-            obs: [..., *observation_space.shape], as the environment gives it.
+            obs: [..., *observation_space.shape], as the agent's space has it: images grey, resized
+                and stacked where the configuration says so.
             key: to sample with; without one, the most likely action.
 
         Returns:

@@ -23,7 +23,7 @@ from jax import Array
 from PIL import Image, ImageDraw, ImageFont
 
 from purejaxppo import envs
-from purejaxppo.agent import Agent
+from purejaxppo.agent import Agent, is_bytes
 from purejaxppo.config import ConfigError
 from purejaxppo.devices import split_keys
 from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState
@@ -62,7 +62,8 @@ def render(
     sampled: bool = False,
     max_frames: int = MAX_FRAMES,
 ) -> list[float]:
-    """Draws whole episodes of a policy, those that `policy.play` plays with this seed.
+    """Draws whole episodes of a policy, those that `policy.play` plays with this seed; of an
+    environment outside of the program, successive games of one.
 
     A frame is a state, at the environment's own pace but at most 25 frames a second. So that a GIF
     stays at a few MB, an episode has at most max_frames / episodes of them: where one would need
@@ -84,7 +85,7 @@ def render(
         raise ConfigError(f"--episodes {episodes}: must be at least 1")
     check_drawable(policy.env, policy.config.env)
     external = envs.is_external(policy.env)
-    sketch = _OWN_FRAMES if external else sketch_of(policy.env, policy.config.env)
+    sketch = _own_frames(policy) if external else sketch_of(policy.env, policy.config.env)
     shoot = _shoot_outside if external else _shoot
     write = _writer(path)
     with _whole(path) as partial:
@@ -116,8 +117,12 @@ env = envpool.make(sys.argv[1], env_type="gymnasium", num_envs=1, render_mode="r
 env.reset()
 env.render()
 """
-# Frames as environments draw them themselves; Atari's are 60 a second, four to a step.
-_OWN_FRAMES = Sketch(draw=Image.fromarray, sees=lambda states: states, rate=15)
+
+
+def _own_frames(policy: Policy) -> Sketch:
+    """As environments draw them: Atari, of bytes, 60 a second and four to a step; others 50."""
+    rate = 15 if is_bytes(policy.agent.observation_space) else 50
+    return Sketch(draw=Image.fromarray, sees=lambda states: states, rate=rate)
 
 
 def _shoot_outside(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,29 +37,38 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: Path, runs: list[Run], settings: Row, done: dict[int, int]) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter  # its others write in a thread,
+        from tensorboardX.proto import event_pb2, summary_pb2  # and hang where that has died
 
+        self._pb: Any = event_pb2
+        self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._writers = {}
         for run in runs:
+            directory = run_dir / "tensorboard" / f"run{run.number}"
+            directory.mkdir(parents=True, exist_ok=True)
             steps = done.get(run.number, 0)
-            self._writers[run.number] = SummaryWriter(
-                str(run_dir / "tensorboard" / f"run{run.number}"),
-                purge_step=steps + 1 if steps else None,
-                flush_secs=10,
-                filename_suffix=f".{steps:012d}",  # names must differ, and their order is read
-            )
+            # Names must differ, and their order is read.
+            writer = EventsWriter(str(directory / "events"), f".{steps:012d}")
+            if steps:
+                log = self._pb.SessionLog(status=self._pb.SessionLog.START)
+                writer.write_event(self._pb.Event(step=steps + 1, session_log=log))
+            self._writers[run.number] = writer
         del settings
 
+    def _add(self, run: int, env_steps: int, values: list[Any]) -> None:
+        summary = self._summary(value=values)
+        event = self._pb.Event(wall_time=time.time(), step=env_steps, summary=summary)
+        self._writers[run].write_event(event)
+        self._writers[run].flush()
+
     def write(self, run: int, kind: str, row: Row) -> None:
-        for name, value in _numbers(row).items():
-            self._writers[run].add_scalar(kind + name, value, row["env_steps"])
+        numbers = _numbers(row)
+        values = [self._summary.Value(tag=kind + n, simple_value=x) for n, x in numbers.items()]
+        self._add(run, row["env_steps"], values)
 
     def video(self, run: int, env_steps: int, path: Path) -> None:
-        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        image = Summary.Image(encoded_image_string=path.read_bytes(), colorspace=3)
-        summary = Summary(value=[Summary.Value(tag="video", image=image)])
-        self._writers[run].file_writer.add_summary(summary, env_steps)
+        image = self._summary.Image(encoded_image_string=path.read_bytes(), colorspace=3)
+        self._add(run, env_steps, [self._summary.Value(tag="video", image=image)])
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -818,3 +818,10 @@ def test_videos_during_a_training(tmp_path, capsys):
     assert "SimpleBandit-bsuite" in err
     assert "compiled" not in out
     assert not (tmp_path / "bandit").exists()
+
+
+def test_an_extra_that_came_since_changes_nothing():
+    before = {"versions": {k: v for k, v in machine.versions().items() if k != "gymnax"}}
+    assert host._changed_versions(before) == []
+    before["versions"]["jax"] = "0.1"
+    assert host._changed_versions(before) == [f"jax 0.1 -> {jax.__version__}"]

@@ -193,6 +193,7 @@ def test_files_and_facts(tmp_path):
     assert facts == {
         "env": "CartPole-v1",
         "env_args": {},
+        "images": {"grayscale": False, "resize": None, "frame_stack": 1},
         "observation_space": {
             "type": "Box", "low": None, "high": None, "shape": [4], "dtype": "float32",
         },

@@ -237,18 +237,23 @@ class Vectorized:
         chex.assert_shape(raw.truncated, batch, custom_message="truncated")
         chex.assert_shape(valid, batch, custom_message="valid")
         reward, obs = raw.reward.astype(jnp.float32), self._cast(raw.obs)
-        finite = jnp.isfinite(reward)
-        finite &= jnp.all(jnp.isfinite(obs).reshape(self.num_envs, -1), axis=1)
         truncated = raw.truncated.astype(bool)
         if self.env.max_episode_steps is not None:
             truncated |= length >= self.env.max_episode_steps
-        return TimeStep(
-            obs=_select(finite, obs, jnp.zeros_like(obs)),
-            reward=jnp.where(finite & valid, reward, 0.0),
-            terminated=raw.terminated.astype(bool) | ~finite,
-            truncated=truncated & finite,
-            valid=finite & valid,
-        )
+        return finite_or_ended(TimeStep(obs, reward, raw.terminated.astype(bool), truncated), valid)
+
+
+def finite_or_ended(step: TimeStep, valid: Array) -> TimeStep:
+    """The step [N], which where obs or reward is not finite is an end, not valid, and zeros."""
+    finite = jnp.isfinite(step.reward)
+    finite &= jnp.all(jnp.isfinite(step.obs).reshape(len(finite), -1), axis=1)
+    return TimeStep(
+        obs=_select(finite, step.obs, jnp.zeros_like(step.obs)),
+        reward=jnp.where(finite & valid, step.reward, 0.0),
+        terminated=step.terminated | ~finite,
+        truncated=step.truncated & finite,
+        valid=finite & valid,
+    )
 
 
 def over_runs(function: Callable[..., PyTree], runs: int) -> Callable[..., PyTree]:

@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from purejaxppo import spaces
 from purejaxppo.config import ConfigError, check_arguments, suggest
-from purejaxppo.envs.base import over_runs
+from purejaxppo.envs.base import finite_or_ended, over_runs
 from purejaxppo.envs.gymnax import convert_space
 from purejaxppo.types import Episode, TimeStep
 
@@ -134,10 +134,9 @@ class EnvPool:
         """One step of each, not valid where it only resets; action [N, ...], flat for a Box."""
         action = action.reshape(self.num_envs, *self.action_space.shape)
         handle, (timestep, game) = self._calls[2](state.handle, action)
-        valid = ~state.ended & jnp.isfinite(timestep.reward)
-        timestep = timestep.replace(reward=jnp.where(valid, timestep.reward, 0.0), valid=valid)
-        score = state.score + jnp.where(valid, game.score, 0.0)
-        length = state.length + valid
+        timestep = finite_or_ended(timestep, valid=~state.ended)
+        score = state.score + jnp.where(state.ended, 0.0, jnp.nan_to_num(game.score))
+        length = state.length + ~state.ended
         after = PoolState(
             handle=handle,
             obs=timestep.obs,
@@ -158,7 +157,7 @@ def _read(
     if _channels_first(obs.shape[1:], obs.dtype):
         obs = jnp.moveaxis(obs, 1, -1)
     if obs.dtype != jnp.uint8:
-        obs = jnp.nan_to_num(obs.astype(jnp.float32))
+        obs = obs.astype(jnp.float32)
     reward, score = reward.astype(jnp.float32), score.astype(jnp.float32)
     return TimeStep(obs, reward, terminated, truncated), Episode(over, score, info["elapsed_step"])
 
@@ -195,4 +194,5 @@ def make(name: str, env_args: dict[str, Any]) -> EnvPool:
         channels, *sides = observations.shape
         observations = dataclasses.replace(observations, shape=(*sides, channels))
     limit = spec.config.max_episode_steps + _LIVES * ("episodic_life" in spec.config._fields)
-    return EnvPool(task, env_args, observations, actions, limit if limit > 0 else None)
+    limited = 0 < limit < 2**31 - 1  # by which some mean that there is none
+    return EnvPool(task, env_args, observations, actions, limit if limited else None)
