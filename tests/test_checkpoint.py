@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import purejaxppo
-from purejaxppo import checkpoint, cli, machine, rundir
+from purejaxppo import checkpoint, cli, host, machine, rundir
 from purejaxppo.checkpoint import Writer
 from purejaxppo.config import ConfigError
 from purejaxppo.display import Display
