@@ -56,8 +56,8 @@ class Config:
     num_minibatches: int = 4
     """Minibatches in a pass; num_envs * num_steps must be a multiple."""
     microbatch_size: int | None = None
-    """Samples of a minibatch whose gradients are computed at a time, and then averaged: takes less
-    memory. By default all, or on a CPU as many as fit its cache where there are convolutions."""
+    """Most samples of a minibatch whose gradients are computed at a time, and then averaged, in equal
+    parts: takes less memory. By default all, or on a CPU as many as fit its cache where there are convolutions."""
     minibatches: Literal["samples", "sequences"] = "samples"
     """Minibatches of single samples, or of whole rollouts of some of the environments."""
     cnn_layers: CnnLayers | None = None

@@ -43,6 +43,7 @@ class Images:
 
     @property
     def observation_space(self) -> Box:
+        """Images [H, W, K * C] between the smallest and the largest bound."""
         space = self._space
         height, width, channels = space.shape
         height, width = self.resize or (height, width)
