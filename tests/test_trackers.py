@@ -104,6 +104,7 @@ def test_weights_and_biases_has_what_the_tables_have(tmp_path, monkeypatch):
     tracked.write("", rows_of(1, (8,), loss=3.5, kl=nan))
     tracked.write("evaluation/", rows_of(1, (16,), return_mean=7.0))
     tracked.close()
+    sys.modules["wandb"].teardown()  # as at the end of the process: its core writes files later
     assert said == []
     found = {}
     for path in run_dir.glob("wandb/offline-run-*/*.wandb"):
