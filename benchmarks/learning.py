@@ -4,11 +4,13 @@ seeds (or --seeds) that nothing was tuned on, measures random policies the same 
     python -m benchmarks.learning --suite gymnax
     python -m benchmarks.learning --suite gymnax --env CartPole-v1 --env Acrobot-v1
     python -m benchmarks.learning --suite minatar --seeds 4
+    python -m benchmarks.learning --suite envpool --seeds 1 --env envpool/Pong-v5
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import subprocess
 import sys
@@ -25,8 +27,7 @@ import yaml
 from benchmarks.targets import SUITES, Target
 from purejaxppo import envs
 from purejaxppo.agent import AgentOutput
-from purejaxppo.config import load_settings
-from purejaxppo.envs.base import Vectorized
+from purejaxppo.config import Config, Settings, load_settings
 from purejaxppo.evaluate import evaluate
 from purejaxppo.spaces import Box
 from purejaxppo.sweep import bootstrap_interval
@@ -64,51 +65,113 @@ def random_returns(env_name: str, env_args: dict[str, Any]) -> dict[str, list[fl
 
     "random": uniform actions, which the bars refer to. "untrained": actions of
     networks before training, taken as in the suite's evaluations, for comparison; where one constant action is good, some of these are.
+    Not of environments outside of the program.
     """
     settings = load_settings(env_name)
     env = envs.make(env_name, env_args)
-    vector = Vectorized(env, settings.run.eval_episodes, pool_size=1)
+    measured = {"random": uniform_scores(settings.config, env, settings.run.eval_episodes)}
+    if not envs.is_external(env):
+        measured["untrained"] = untrained_scores(settings, env)
+    return {
+        name: [float(scores.mean()), float(np.quantile(scores, 0.99))]
+        for name, scores in measured.items()
+    }
+
+
+def uniform_scores(config: Config, env: Any, episodes: int) -> np.ndarray:
+    """Mean returns [RANDOM_POLICIES] of uniform actions."""
     uniform: Any = RandomPolicy(env.action_space)
+    vector = envs.vectorize(config, env, episodes)
 
     def play(key: jax.Array) -> jax.Array:
         return evaluate(vector, uniform, None, None, key, deterministic=False).score.mean()
 
     keys = jax.random.split(jax.random.key(7), RANDOM_POLICIES)
-    scores = np.asarray(jax.jit(lambda k: jax.lax.map(play, k, batch_size=4))(keys))
+    if not vector.external:
+        return np.asarray(jax.jit(lambda k: jax.lax.map(play, k, batch_size=4))(keys))
+    one, scores = jax.jit(play), []
+    for key in keys:
+        vector.prepare()
+        scores.append(float(one(key)))
+    return np.array(scores)
+
+
+def untrained_scores(settings: Settings, env: Any) -> np.ndarray:
+    """Mean returns [RANDOM_POLICIES] of networks before training."""
     setup = make_setup(settings.config, env)
+    vector = envs.vectorize(settings.config, env, settings.run.eval_episodes)
     trainer = Trainer(setup, make_plan(RANDOM_POLICIES, 4), vector, settings.run.eval_sampled)
     seeds = trainer.shard(np.arange(RANDOM_POLICIES, dtype=np.uint32))
     hypers = trainer.shard(stack_hypers([settings.hyper] * RANDOM_POLICIES))
     episodes = trainer.fetch(trainer.evaluate(trainer.init(seeds, hypers, ()), hypers, ()))
-    untrained = episodes.score.mean(axis=1)
-    return {
-        "random": [float(scores.mean()), float(np.quantile(scores, 0.99))],
-        "untrained": [float(untrained.mean()), float(np.quantile(untrained, 0.99))],
-    }
+    return episodes.score.mean(axis=1)
 
 
-def train(env_name: str, num_seeds: int) -> dict[str, Any]:
-    """summary.json of the command a user would type, with the benchmark's seeds."""
+def train(env_name: str, num_seeds: int, target: Target) -> dict[str, Any]:
+    """summary.json of the command a user would type with the benchmark's seeds, and its curves."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [sys.executable, "-m", "purejaxppo.run", "--env", env_name]
         command += ["--seed", str(FIRST_SEED), "--num-seeds", str(num_seeds)]
         command += ["--run-dir", str(run_dir), "--eval-every", "0"]
+        if target.steps:
+            command += ["--total-timesteps", str(target.steps)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
-        return json.loads((run_dir / "summary.json").read_text()) | {"config": config}
+        with (run_dir / "metrics.csv").open(newline="") as lines:
+            rows = list(csv.DictReader(lines))
+        curves = [Curve.of(rows, run) for run in range(num_seeds)]
+        summary = json.loads((run_dir / "summary.json").read_text())
+    return summary | {"config": config, "curves": curves}
 
 
-def measure(env_name: str, num_seeds: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Curve:
+    """What a run's training says of itself: [rows] environment steps, episodes and their mean return."""
+
+    env_steps: np.ndarray
+    episodes: np.ndarray
+    returns: np.ndarray
+
+    @classmethod
+    def of(cls, rows: list[dict[str, str]], run: int) -> Curve:
+        """That of a run, from the rows of metrics.csv in which an episode ended."""
+        own = [row for row in rows if int(row["run"]) == run and int(row["episodes"])]
+        names = ("env_steps", "episodes", "episode_return")
+        return cls(*(np.array([float(row[name]) for row in own]) for name in names))
+
+    def last(self, games: int) -> float:
+        """Mean return of the last episodes: so many, and what else ended in the first one's row."""
+        later = np.cumsum(self.episodes[::-1])[::-1] - self.episodes  # after each row
+        counted = np.where(later < games, self.episodes, 0)
+        return float(np.average(self.returns, weights=counted))
+
+    def tenths(self, steps: int) -> list[float | None]:
+        """Mean return of the episodes that ended in each tenth of the training."""
+        tenth = np.minimum(np.ceil(10 * self.env_steps / steps).astype(int), 10)
+        return [
+            float(np.average(self.returns[tenth == i], weights=self.episodes[tenth == i]))
+            if np.any(tenth == i)
+            else None
+            for i in range(1, 11)
+        ]
+
+
+def measure(suite: str, env_name: str, num_seeds: int) -> dict[str, Any]:
     """What a training and the random policies reach in one environment."""
-    summary = train(env_name, num_seeds)
-    env_args = summary["config"]["env_args"]
+    target = SUITES[suite][env_name]
+    summary = train(env_name, num_seeds, target)
+    env_args, steps = summary["config"]["env_args"], summary["config"]["total_timesteps"]
+    returns = summary["evaluation"]["return_per_run"]
+    if target.games:
+        returns = [curve.last(target.games) for curve in summary["curves"]]
     return {
         "env": env_name,
         "env_args": env_args,
-        "steps": summary["config"]["total_timesteps"],
+        "steps": steps,
         "eval_episodes": summary["evaluation"]["episodes"],
-        "returns": summary["evaluation"]["return_per_run"],
+        "returns": returns,
+        "curves": [curve.tenths(steps) for curve in summary["curves"]],
         **random_returns(env_name, env_args),
         "versions": summary["versions"],
         "device": summary["device"],
@@ -123,6 +186,7 @@ def met(result: dict[str, Any], target: Target) -> bool:
 def table(suite: str, results: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     versions = results[0]["versions"]
+    package = suite if suite in versions else "gymnax"
     sampled = load_settings(results[0]["env"]).run.eval_sampled
     lines = [
         f"# Learning results, {suite}",
@@ -133,7 +197,7 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
         f"mean over seeds. Random and untrained: mean, and 99th percentile, over {RANDOM_POLICIES} "
         "policies measured the same way, of uniform actions and of networks before training.",
         "",
-        f"{results[0]['device']}, jax {versions['jax']}, gymnax {versions['gymnax']}, "
+        f"{results[0]['device']}, jax {versions['jax']}, {package} {versions[package]}, "
         f"purejaxppo {versions['purejaxppo']}.",
         "",
         "| environment | steps | seeds | mean | 95% interval | worst seed | random (p99) "
@@ -147,15 +211,29 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
         episodes = "" if r["eval_episodes"] == 128 else f"{r['eval_episodes']:,} episodes a seed. "
         lines.append(
             f"| {r['env']}{args} | {r['steps']:,} | {len(returns)} | {returns.mean():.4g} | {low:.4g} ... {high:.4g} "
-            f"| {returns.min():.4g} | {_pair(r['random'])} | {_pair(r['untrained'])} "
+            f"| {returns.min():.4g} | {_pair(r['random'])} | {_pair(r.get('untrained'))} "
             f"| {target.bar(*r['random'])} | {'yes' if met(r, target) else '**no**'} "
             f"| {episodes}{target.note} |"
         )
+    curved = [r for r in results if "curves" in r]
+    if curved:
+        lines += [
+            "",
+            "Mean return of the episodes that ended in each tenth of the training, with the actions that it "
+            "took; a row a seed.",
+            "",
+            f"| environment | {' | '.join(f'{i}0%' for i in range(1, 11))} |",
+            "|---" * 11 + "|",
+        ]
+    for r in curved:
+        for curve in r["curves"]:
+            cells = ["" if value is None else f"{value:.4g}" for value in curve]
+            lines.append(f"| {r['env']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _pair(values: list[float]) -> str:
-    return "{:.4g} ({:.4g})".format(*values)
+def _pair(values: list[float] | None) -> str:
+    return "{:.4g} ({:.4g})".format(*values) if values else ""
 
 
 def main() -> int:
@@ -177,7 +255,7 @@ def main() -> int:
         if arguments.random_only:
             known[name] |= random_returns(name, known[name]["env_args"])
         else:
-            known[name] = measure(name, arguments.seeds)
+            known[name] = measure(arguments.suite, name, arguments.seeds)
         print(f"{name}: met {met(known[name], targets[name])}", flush=True)
         ordered = [known[env] for env in targets if env in known]
         stored.write_text(json.dumps(ordered, indent=1) + "\n")

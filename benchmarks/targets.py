@@ -18,6 +18,8 @@ class Target:
         every_seed: for each seed.
         optimum: the mean must come 95% of the way from random to it.
         above_random: every seed must be above the 99th percentile of random policies.
+        steps: of the training, where not as shipped.
+        games: the last so many of the training are the return, where a game is long, not an evaluation.
         note: for the table.
     """
 
@@ -25,6 +27,8 @@ class Target:
     every_seed: float | None = None
     optimum: float | None = None
     above_random: bool = False
+    steps: int | None = None
+    games: int = 0
     note: str = ""
 
     def bar(self, random_mean: float, random_p99: float) -> str:
@@ -110,4 +114,20 @@ MINATAR = {
     "Freeway-MinAtar": Target(at_least=60.0),
 }
 
-SUITES = {"gymnax": GYMNAX, "minatar": MINATAR}
+OCTAX = {
+    "octax/brix": Target(above_random=True, steps=500_000),
+    "octax/pong": Target(above_random=True, steps=500_000),
+}
+
+ENVPOOL = {
+    # RL Baselines3 Zoo with these settings, LunarLander-v2: 242 +- 32.
+    "envpool/LunarLander-v3": Target(at_least=230.0, steps=1_000_000),
+    "envpool/Pong-v5": Target(
+        at_least=-10.0,
+        steps=1_000_000,
+        games=50,
+        note="Returns are means of the last 50 games of the training, of 1M steps instead of 10M.",
+    ),
+}
+
+SUITES = {"gymnax": GYMNAX, "minatar": MINATAR, "octax": OCTAX, "envpool": ENVPOOL}

@@ -94,6 +94,22 @@ def test_random_policies_are_measured():
         assert -1 < mean < percentile < 1
 
 
+def test_curves_are_of_whole_episodes():
+    rows = [
+        {"run": run, "env_steps": steps, "episodes": count, "episode_return": value}
+        for run, steps, count, value in [
+            ("0", "100", "2", "1"),
+            ("1", "100", "9", "9"),
+            ("0", "200", "0", "nan"),
+            ("0", "205", "1", "4"),
+            ("0", "1000", "3", "8"),
+        ]
+    ]
+    curve = learning.Curve.of(rows, 0)
+    assert [curve.last(games) for games in (1, 3, 4, 5, 50)] == [8, 8, 7, 5, 5]
+    assert curve.tenths(1000) == [1, None, 4, *[None] * 6, 8]
+
+
 @pytest.mark.parametrize("env", budget.ENVIRONMENTS)
 def test_what_is_compiled_has_not_grown(env):
     before = budget.baseline(env)

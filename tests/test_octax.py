@@ -38,5 +38,12 @@ def test_arguments_and_names():
         envs.make("octax/brixx")
 
 
+def test_every_listed_game_is_there():
+    listed = [name for name in envs.list_environments() if name.startswith("octax/")]
+    assert len(listed) == 37
+    for name in listed:
+        assert envs.make(name).action_space.n >= 2
+
+
 def test_games_draw_themselves():
     check_drawable(envs.make("octax/brix"), "octax/brix")

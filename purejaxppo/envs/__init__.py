@@ -93,7 +93,6 @@ _OCTAX = [
     "airplane",
     "blinky",
     "brix",
-    "cavern",
     "deep",
     "filter",
     "flight_runner",
@@ -101,17 +100,18 @@ _OCTAX = [
     "pong",
     "rocket",
     "shooting_stars",
-    "space_flight",
     "spacejam",
     "squash",
     "submarine",
     "tank",
-    "target_shooter",
     "tetris",
     "ufo",
     "vertical_brix",
     "wipe_off",
     "worm",
+    *(f"cavern{level}" for level in (1, 2, 3, 5, 6)),
+    *(f"space_flight{level}" for level in range(1, 11)),
+    *(f"target_shooter{level}" for level in (1, 2, 3)),
 ]
 
 # Host memory that an environment outside of the program takes: what the hungriest, Atari's, do.
