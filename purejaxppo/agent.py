@@ -96,10 +96,13 @@ class Agent:
     def _features(self, obs_stats: stats.Moments | None, obs: Array) -> Array:
         """[..., F] float32, or images [..., H, W, C] where the network has convolutions.
 
-        One-hot for a Discrete space, else normalised; bytes that are not lie in 0 ... 1.
+        One-hot for a Discrete space, else normalised; bytes that are not lie in 0 ... 1, or stay
+        bytes for convolutions.
         """
         if isinstance(self.observation_space, Discrete):
             return jax.nn.one_hot(obs, self.observation_space.n)
+        if self.network.cnn_layers and obs_stats is None and is_bytes(self.observation_space):
+            return obs.astype(jnp.uint8)
         obs = obs.astype(jnp.float32)
         if obs_stats is not None:
             obs = stats.normalize(obs_stats, obs)
@@ -276,7 +279,7 @@ def apply_gradients(
     Returns:
         Parameters, optimiser state, and [] the gradients' norm before clipping.
     """
-    flat_grads, unflatten = ravel_pytree(grads)
+    flat_grads, unflatten = _as_vector(grads), ravel_pytree(params)[1]
     flat_updates: Any
     flat_updates, adam = _adam(hyper).update(flat_grads, opt_state.adam)
     updates = unflatten(flat_updates)
@@ -288,6 +291,20 @@ def apply_gradients(
         rate = scale * (critic_rate if name in ("value", "value_head") else hyper.learning_rate)
         stepped[name] = jax.tree.map(lambda p, u, r=rate: p - r * u, branch, updates[name])
     return stepped, opt_state.replace(adam=adam), optax.tree.norm(flat_grads)
+
+
+def _as_vector(tree: Any) -> Array:
+    """What `ravel_pytree` makes of a tree, but one leaf is written after the other.
+
+    XLA on CPUs fuses a concatenation with what it is made of, and then reads masked beyond the end of
+    small leaves. Where no memory is mapped there, that takes a hundred times as long.
+    """
+    leaves = jax.tree.leaves(tree)
+    vector, start = jnp.zeros(sum(leaf.size for leaf in leaves)), 0
+    for leaf in leaves:
+        vector = jax.lax.dynamic_update_slice(vector, jnp.ravel(leaf), (start,))
+        start += leaf.size
+    return vector
 
 
 def _adam(hyper: Hyper) -> optax.GradientTransformation:

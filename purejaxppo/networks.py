@@ -52,7 +52,7 @@ class Conv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """X [..., H, W, C] -> [..., H', W', features]."""
+        """X [..., H, W, C], which may be bytes -> [..., H', W', features]."""
         shape = (self.size, self.size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
@@ -88,8 +88,11 @@ def conv_shapes(layers: CnnLayers, shape: tuple[int, ...]) -> list[ConvShape]:
 
 
 def convolve_xla(x: Array, kernel: Array, stride: int) -> Array:
-    """[..., H', W', F] of x [..., H, W, C] and kernel [k, k, C, F], without padding."""
-    images = x.reshape(-1, *x.shape[-3:])
+    """[..., H', W', F] of x [..., H, W, C] and kernel [k, k, C, F], without padding.
+
+    Bytes, 0 ... 255, stand for 0 ... 1.
+    """
+    images = _in_float(x).reshape(-1, *x.shape[-3:])
     layout = ("NHWC", "HWIO", "NHWC")
     out = jax.lax.conv_general_dilated(
         images, kernel, (stride, stride), "VALID", None, None, layout
@@ -101,7 +104,8 @@ def convolve_patches(x: Array, kernel: Array, stride: int) -> Array:
     """What `convolve_xla` gives, as one matrix product over patches.
 
     Inside a scan on a CPU, where all of a training is, this is several times faster. Blocks of
-    stride x stride pixels become channels first, so that few slices make the patches.
+    stride x stride pixels become channels first, so that few slices make the patches, and bytes
+    become numbers last. The barriers keep XLA from doing either once for every slice.
     """
     size, _, channels, features = kernel.shape
     height, width = ((side - size) // stride + 1 for side in x.shape[-3:-1])
@@ -112,13 +116,44 @@ def convolve_patches(x: Array, kernel: Array, stride: int) -> Array:
         blocks += [count, stride]
     batch = x.shape[:-3]
     x = jnp.swapaxes(x.reshape(*batch, *blocks, channels), -4, -3)
-    x = x.reshape(*batch, blocks[0], blocks[2], stride * stride * channels)
+    x = _barrier(x.reshape(*batch, blocks[0], blocks[2], stride * stride * channels))
     offsets = itertools.product(range(span), repeat=2)
     patches = [x[..., i : i + height, j : j + width, :] for i, j in offsets]
     for axis in (0, 1):
         kernel = _resized(kernel, axis, span * stride)
     kernel = kernel.reshape(span, stride, span, stride, channels, features).swapaxes(1, 2)
-    return jnp.concatenate(patches, -1) @ kernel.reshape(-1, features)
+    return _multiply(
+        _barrier(_in_float(jnp.concatenate(patches, -1))), kernel.reshape(-1, features)
+    )
+
+
+_barrier = jax.lax.optimization_barrier
+
+
+def _in_float(x: Array) -> Array:
+    """Bytes as 0 ... 1, other numbers as they are."""
+    return x.astype(jnp.float32) / 255.0 if x.dtype == jnp.uint8 else x
+
+
+@jax.custom_vjp
+def _multiply(x: Array, kernel: Array) -> Array:
+    """[..., P] @ [P, F] of many more rows than features, of which CPUs take the gradient fast."""
+    return x @ kernel
+
+
+def _multiply_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x @ kernel, (x, kernel)
+
+
+def _multiply_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    """Transposes gradient [..., F] first: XLA would rather multiply x's transpose, at half the speed."""
+    x, kernel = saved
+    rows = grad.reshape(-1, grad.shape[-1])
+    of_kernel = _barrier(_barrier(rows.T) @ x.reshape(-1, x.shape[-1])).T
+    return grad @ kernel.T, of_kernel
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def _resized(x: Array, axis: int, size: int) -> Array:
