@@ -141,6 +141,10 @@ def make_agent(config: Config, observation_space: Space, action_space: Space) ->
     check_spaces(config, observation_space, action_space)
     continuous = isinstance(action_space, Box)
     cnn_layers, torso_layers = _torso_layers(config, observation_space.shape)
+    if not cnn_layers and config.convolution != Config.convolution:
+        raise ConfigError(
+            f"--convolution {config.convolution}: the network for {config.env} has no convolutions"
+        )
     network = ActorCritic(
         num_outputs=num_outputs(action_space),
         cnn_layers=cnn_layers,

@@ -26,8 +26,9 @@ _DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuratio
 where it has one, or over --config FILE. Whole numbers may be written 1e6 or 1_000_000."""
 
 
-# A flag that may also be left open takes true or false; its opposite is written as others are.
-_FLAGS = {"--no-shared-torso": ["--shared-torso", "false"]}
+# A flag that may also be left open takes true or false; its opposite is written as others are. What is
+# not given is none, as in a sweep.
+_WORDS = {"--no-shared-torso": ["--shared-torso", "false"], "none": ["None"]}
 
 Command = Callable[[list[str]], int]
 
@@ -251,7 +252,7 @@ def parse(arguments: list[str]) -> Settings:
         base = options.load_settings(env, known.config, known.backend)
     given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
     base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
-    rest = [x for a in rest for x in _FLAGS.get(a, [a])]
+    rest = [x for a in rest for x in _WORDS.get(a, [a])]
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):

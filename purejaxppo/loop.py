@@ -463,8 +463,13 @@ def _check_external(config: Config, options: RunOptions, num_runs: int, memory: 
             f"the environments of {config.env} need {gib(needed)}, and there is room for {gib(room)}: "
             "give fewer runs, or a smaller --num-envs or --eval-episodes"
         )
-    if config.reset_mode != "pool":
-        raise ConfigError(f"--reset-mode {config.reset_mode}: {config.env} resets itself")
+    for name in ("reset_mode", "pool_size"):
+        value = getattr(config, name)
+        if value != getattr(Config, name):
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} {value}: the environments of {config.env} reset themselves"
+            )
     reason = f"the environments of {config.env} live outside of the compiled program, in one pool"
     if options.shard == "environments":
         raise ConfigError(f"--shard environments: {reason}")

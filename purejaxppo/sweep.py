@@ -66,9 +66,11 @@ class Setting:
 
 
 def show(value: Any) -> str:
-    """A swept value as it is written on the command line."""
+    """A swept value as it is written on the command line, or what it says there."""
+    if value == ():
+        return "no layers"
     if isinstance(value, tuple):
-        layers = value and isinstance(value[0], tuple)
+        layers = isinstance(value[0], tuple)
         return show_cnn_layers(value) if layers else "x".join(map(str, value))
     if value is None or isinstance(value, bool):
         return str(value).lower()

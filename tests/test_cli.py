@@ -286,6 +286,7 @@ def test_no_evaluation(tmp_path):
         ("--env Pendulum-v1 --action-distribution categorical", "use gaussian or tanh_gaussian"),
         ("--env FrozenLake-misc --normalize-observations", "which is one-hot encoded"),
         ("--log-std state", "--log-std state does not fit CartPole-v1"),
+        ("--convolution xla", "--convolution xla: the network for CartPole-v1 has no convolutions"),
         ("--init-log-std -1", "--init-log-std does not fit CartPole-v1"),
         ("--num-envs 3 --num-steps 8 --minibatches sequences", "as --minibatches sequences needs"),
         ("--reward-scale 0", "--reward-scale 0.0: must be above 0"),
@@ -395,10 +396,11 @@ def test_options_lie_over_the_tuned_ones_and_over_a_file(tmp_path):
     assert settings.hyper.gamma == 0.5
     assert settings.hyper.learning_rate == tuned.hyper.learning_rate
     file = tmp_path / "c.yaml"
-    file.write_text("env: Acrobot-v1\nnum_envs: 3\nlearning_rate: 1e-5")
+    file.write_text("env: Acrobot-v1\nnum_envs: 3\nlearning_rate: 1e-5\nreward_clip: 2")
     settings = cli.parse(["--config", str(file), "--num-envs", "7"])
     assert (settings.config.env, settings.config.num_envs) == ("Acrobot-v1", 7)
-    assert settings.hyper.learning_rate == 1e-5
+    assert (settings.hyper.learning_rate, settings.hyper.reward_clip) == (1e-5, 2)
+    assert cli.parse(["--config", str(file), "--reward-clip", "none"]).hyper.reward_clip is None
 
 
 def run_main(monkeypatch, *arguments):

@@ -326,7 +326,8 @@ def test_a_training_and_its_resumption(tmp_path, capsys):
             "--num-envs 100000 --memory-limit 8GiB",
             "envpool/Acrobot-v1 need 195.56 GiB, and there is",
         ),
-        ("--reset-mode fresh", "envpool/Acrobot-v1 resets itself"),
+        ("--reset-mode fresh", "envpool/Acrobot-v1 reset themselves"),
+        ("--pool-size 3", "--pool-size 3: the environments of envpool/Acrobot-v1 reset themselves"),
     ],
 )
 def test_what_they_cannot_do_is_refused(options, message, tmp_path, capsys):

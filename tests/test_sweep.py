@@ -29,6 +29,7 @@ def test_a_grid_has_every_combination():
     pairs = [(s.hyper.learning_rate, s.hyper.ent_coef) for s in settings]
     assert pairs == [(rate, ent) for rate in (1e-4, 3e-4, 1e-3) for ent in (0.0, 0.01)]
     assert describe(settings[3].swept) == "learning_rate=0.0003, ent_coef=0.01"
+    assert describe({"torso_layers": ()}) == "torso_layers=no layers"
     assert {s.config for s in settings} == {Config()}
 
 
