@@ -301,7 +301,7 @@ def _as_vector(tree: Any) -> Array:
     """What `ravel_pytree` makes of a tree, but one leaf is written after the other.
 
     XLA on CPUs fuses a concatenation with what it is made of, and then reads masked beyond the end of
-    small leaves. Where no memory is mapped there, that takes a hundred times as long.
+    small leaves. Now and then that takes a hundred times as long, it seems where no memory is mapped.
     """
     leaves = jax.tree.leaves(tree)
     vector, start = jnp.zeros(sum(leaf.size for leaf in leaves)), 0

@@ -177,9 +177,13 @@ TRAINED = [
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(source, marks=marks(source), id=Path(source).stem)
+        pytest.param(
+            source,
+            marks=[*marks(source), *[pytest.mark.slow] * (source in MINATAR[1:])],
+            id=Path(source).stem,
+        )
         for source in TRAINED
-        if Path(source).stem != "defaults" and source not in MINATAR[1:]
+        if Path(source).stem != "defaults"
     ],
 )
 def test_configuration_trains_one_iteration(source):
