@@ -63,10 +63,12 @@ def export(policy: Policy, directory: Path) -> list[Path]:
 
 
 def make_stablehlo(policy: Policy) -> bytes:
-    """`act` as serialised StableHLO."""
+    """`act` as serialised StableHLO, with XLA's own convolutions: it is for any device."""
+    network = policy.agent.network.clone(convolution="xla")
+    agent = dataclasses.replace(policy.agent, network=network)
     shape = ", ".join(["b", *map(str, policy.agent.observation_space.shape)])
     obs = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), _input_dtype(policy))
-    program = jax.jit(functools.partial(act, policy.agent, policy.params, policy.obs_stats))
+    program = jax.jit(functools.partial(act, agent, policy.params, policy.obs_stats))
     # Else the paths of all source files that led there would be in the program.
     option = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, option)

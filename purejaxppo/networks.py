@@ -117,14 +117,26 @@ def convolve_patches(x: Array, kernel: Array, stride: int) -> Array:
     batch = x.shape[:-3]
     x = jnp.swapaxes(x.reshape(*batch, *blocks, channels), -4, -3)
     x = _barrier(x.reshape(*batch, blocks[0], blocks[2], stride * stride * channels))
-    offsets = itertools.product(range(span), repeat=2)
-    patches = [x[..., i : i + height, j : j + width, :] for i, j in offsets]
+    patches = _patches(x, height, width, span)
     for axis in (0, 1):
         kernel = _resized(kernel, axis, span * stride)
     kernel = kernel.reshape(span, stride, span, stride, channels, features).swapaxes(1, 2)
-    return _multiply(
-        _barrier(_in_float(jnp.concatenate(patches, -1))), kernel.reshape(-1, features)
+    return _multiply(_barrier(_in_float(patches)), kernel.reshape(-1, features))
+
+
+def _patches(x: Array, height: int, width: int, span: int) -> Array:
+    """[..., height, width, span * span * C] of x [..., H, W, C], bytes moved four at a time."""
+    in_words = x.dtype == jnp.uint8 and x.shape[-1] % 4 == 0
+    if in_words:
+        x = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 4), jnp.uint32)
+    offsets = itertools.product(range(span), repeat=2)
+    patches = jnp.concatenate(
+        [x[..., i : i + height, j : j + width, :] for i, j in offsets], axis=-1
     )
+    if in_words:
+        patches = jax.lax.bitcast_convert_type(patches, jnp.uint8)
+        patches = patches.reshape(*patches.shape[:-2], -1)
+    return patches
 
 
 _barrier = jax.lax.optimization_barrier
@@ -154,6 +166,11 @@ def _multiply_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, 
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _head(features: int) -> nn.Dense:
+    """A dense layer of few features."""
+    return nn.Dense(features, dot_general=lambda x, kernel, *_, **__: _multiply(x, kernel))
 
 
 def _resized(x: Array, axis: int, size: int) -> Array:
@@ -209,12 +226,12 @@ class ActorCritic(nn.Module):
             cnn, dense = (), ()
         self.policy = self._torso(cnn, dense + self.policy_layers)
         self.value = self._torso(cnn, dense + self.value_layers)
-        self.policy_head = nn.Dense(self.num_outputs)
-        self.value_head = nn.Dense(1)
+        self.policy_head = _head(self.num_outputs)
+        self.value_head = _head(1)
         if self.log_std == "parameter":
             self.log_std_value = self.param("log_std", nn.initializers.zeros, (self.num_outputs,))
         elif self.log_std == "state":
-            self.log_std_head = nn.Dense(self.num_outputs)
+            self.log_std_head = _head(self.num_outputs)
 
     def num_units(self, shape: tuple[int, ...]) -> int:
         """Numbers that all layers hold for one observation of a shape, patches of images among them."""
