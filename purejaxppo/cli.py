@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -296,10 +298,17 @@ def _one_line(message: str, arguments: list[str]) -> str:
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name.replace("--no-", "--") not in known:
             return f"unknown option {name}{options.suggest(name, known)}"
-    # The box holds a title, what is wrong, and after a rule what --help says.
-    lines = [line.strip("│ ") for line in message.splitlines()]
-    rule = next((i for i, line in enumerate(lines) if i and line.startswith("──")), len(lines))
-    return " ".join(lines[1:rule])
+    # A box of lines, or of hyphens on an ASCII terminal: a title, what is wrong, what --help says.
+    lines = [line.strip("│ ") for line in message.splitlines()][1:]
+    body = itertools.dropwhile(_is_rule, lines)
+    text = " ".join(itertools.takewhile(lambda line: not _is_rule(line), body))
+    # Of an option that may also be none, only what is wrong with the other way to write it.
+    found = re.fullmatch(r"Error parsing (--\S+: )(?:no type matching .* - [^:]+: )?(.*)", text)
+    return found[1] + found[2] if found else text
+
+
+def _is_rule(line: str) -> bool:
+    return line != "" and set(line) <= set("─-")
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:
@@ -322,7 +331,9 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
             shown = options.show_cnn_layers
             return _spec("NAME|INTxINTxINT,...", options.parse_cnn_layers, shown, tuple)
         if get_args(info.type) == (int, ...):
-            return _spec("INT,...", options.parse_layers, lambda x: ",".join(map(str, x)), tuple)
+            return _spec("INT,...", options.parse_layers, _joined, tuple)
+        if get_args(info.type) == (int, int):
+            return _spec("HEIGHT,WIDTH", options.parse_size, _joined, tuple)
         if info.type == options.EnvArgs:
             return tyro.constructors.PrimitiveConstructorSpec(
                 nargs="*",
@@ -334,6 +345,10 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
         return None
 
     return registry
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _spec(

@@ -6,6 +6,7 @@ the seed. All three are written to and read from one flat YAML file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -321,13 +322,12 @@ def parse_int(text: str) -> int:
     Raises:
         ValueError: it is not whole.
     """
-    try:
+    with contextlib.suppress(ValueError):
         return int(text)
-    except ValueError:
-        number = float(text)
-        if not number.is_integer():
-            raise ValueError(f"{text!r} is not a whole number") from None
-        return int(number)
+    with contextlib.suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
+    raise ValueError(f"{text!r} is not a whole number")
 
 
 def parse_bytes(text: str) -> int:
@@ -346,6 +346,18 @@ def parse_bytes(text: str) -> int:
 def parse_layers(text: str) -> tuple[int, ...]:
     """Widths separated by commas; nothing at all for no layers."""
     return tuple(parse_int(part) for part in text.split(",") if part.strip())
+
+
+def parse_size(text: str) -> tuple[int, ...]:
+    """Height and width, separated by a comma.
+
+    Raises:
+        ValueError: with fewer or more.
+    """
+    size = parse_layers(text)
+    if len(size) != 2:
+        raise ValueError(f"{text!r} is not HEIGHT,WIDTH")
+    return size
 
 
 def parse_flag(texts: list[str]) -> bool:
@@ -517,7 +529,9 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
             f"--pool-size {config.pool_size}: there is no pool with --reset-mode fresh"
         )
     if run.eval_every is not None and not run.eval_episodes:
-        raise ConfigError(f"--eval-every {run.eval_every}: there are no --eval-episodes")
+        raise ConfigError(
+            f"--eval-every {run.eval_every}: there are no --eval-episodes; add --eval-every none"
+        )
 
 
 def require(holds: bool, name: str, value: Any, allowed: str) -> None:
