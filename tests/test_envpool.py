@@ -1,5 +1,6 @@
 """Environments outside of the program: one pool for all runs, resets a step late, true scores."""
 
+import dataclasses
 import functools
 
 import jax
@@ -249,6 +250,27 @@ def test_atari_trains_on_pixels(tmp_path):
     policy = load_policy(tmp_path / "run")
     assert policy.agent.network.cnn_layers == CNN_LAYERS["nature"]
     assert policy(np.zeros((3, 84, 84, 4), np.uint8)).shape == (3,)
+
+
+@needs_envpool
+def test_colours_become_small_grey_stacks_where_the_configuration_says_so():
+    settings = load_settings("envpool/CarRacing-v3")
+    config = dataclasses.replace(settings.config, num_envs=2)
+    env = envs.vectorize(config, envs.make(config.env))
+    assert env.observation_space.shape == (64, 64, 2)
+    left_and_gas = jnp.tile(jnp.array([-1.0, 1.0, 0.0]), (2, 1))
+
+    def step(state, _):
+        state, timestep, _ = env.step(None, state, left_and_gas)
+        return state, timestep.obs
+
+    program = jit(lambda key: jax.lax.scan(step, env.reset(key), length=60)[1])
+    env.prepare()
+    obs = np.asarray(program(jax.random.key(0)))
+    assert obs.dtype == np.uint8
+    np.testing.assert_array_equal(obs[:-1, ..., 1], obs[1:, ..., 0])
+    assert (obs[-1, ..., 0] != obs[-1, ..., 1]).mean() > 0.1  # the car drives
+    assert obs.mean(axis=(2, 3, 4)).min() > 50  # grass and road, not nothing
 
 
 @needs_envpool
