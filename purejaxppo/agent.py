@@ -14,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from purejaxppo import stats
-from purejaxppo.config import Config, ConfigError, Hyper, show_cnn_layers
+from purejaxppo.config import Config, Hyper
 from purejaxppo.distributions import (
     Categorical,
     Distribution,
@@ -31,6 +31,7 @@ from purejaxppo.networks import (
     init_params,
 )
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
+from purejaxppo.values import ConfigError, show_cnn_layers
 
 # An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
 _ADAPTIVE_BOUNDS, _ADAPTIVE_FACTOR = (1e-5, 1e-2), 1.5

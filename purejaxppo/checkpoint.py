@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from purejaxppo.config import ConfigError
 from purejaxppo.types import PyTree
+from purejaxppo.values import ConfigError
 
 # Of what the arrays and facts mean; a reader refuses a higher one.
 FORMAT = 1

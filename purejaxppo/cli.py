@@ -16,13 +16,15 @@ from typing import Any, get_args
 
 import tyro
 
-from purejaxppo import config as options
-from purejaxppo import envs, report, rundir
-from purejaxppo.config import ConfigError, Settings
+from purejaxppo import envs, report, rundir, values
+from purejaxppo.config import Settings, load_settings, shipped_config
 from purejaxppo.display import Display
 from purejaxppo.host import train
+from purejaxppo.networks import CnnLayers
 from purejaxppo.policy import load_all_policies, load_policy, play
 from purejaxppo.rundir import RunDirectory
+from purejaxppo.validation import require, validate_run
+from purejaxppo.values import ConfigError, EnvArgs
 
 _DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuration of the environment
 where it has one, or over --config FILE. Whole numbers may be written 1e6 or 1_000_000."""
@@ -79,7 +81,7 @@ def main() -> int:
         return 0
     if arguments:
         name = arguments[0]
-        hint = options.suggest(name, commands)
+        hint = values.suggest(name, commands)
         print(f"purejaxppo: error: unknown command {name!r}{hint}", file=sys.stderr)
     print(usage, file=sys.stderr)
     return 2
@@ -90,7 +92,7 @@ def envs_command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="purejaxppo envs", description=envs_command.__doc__)
     parser.parse_args(arguments)
     for name in envs.list_environments():
-        path = options.shipped_config(name)
+        path = shipped_config(name)
         published = path is not None and path.read_text().startswith("# Published")
         print(name + ("  published settings" if published else "  tuned" if path else ""))
     print("envpool/NAME  whatever EnvPool calls NAME (an extra), such as envpool/Pong-v5")
@@ -176,7 +178,7 @@ def _parser(
     parser.add_argument("--best", action="store_true", help=best)
     parser.add_argument("--env", help="repeats my_module:MyEnv, to allow that it is imported")
     if episodes is not None:
-        default = {"type": options.parse_int, "help": "(%(default)s)"}
+        default = {"type": values.parse_int, "help": "(%(default)s)"}
         parser.add_argument("--episodes", default=episodes, **default)
         parser.add_argument("--seed", default=0, **default)
         sampled = "sample the actions, or not; by default as the training evaluated"
@@ -186,8 +188,8 @@ def _parser(
 
 def _checked(given: argparse.Namespace) -> argparse.Namespace:
     """Raises ConfigError where episodes or seed are out of range."""
-    options.require(given.episodes >= 1, "episodes", given.episodes, "at least 1")
-    options.require(0 <= given.seed < 2**32, "seed", given.seed, "in 0 ... 2**32 - 1")
+    require(given.episodes >= 1, "episodes", given.episodes, "at least 1")
+    require(0 <= given.seed < 2**32, "seed", given.seed, "in 0 ... 2**32 - 1")
     if given.sampled is None:
         given.sampled = RunDirectory.open(given.run_dir, given.env).settings.run.eval_sampled
     return given
@@ -225,7 +227,7 @@ def report_command(arguments: list[str]) -> int:
 def train_command(arguments: list[str]) -> int:
     """Trains; returns the exit status: 0, or 1 if every run diverged, or 128 and a signal."""
     settings = parse(arguments)
-    options.validate_run(settings.run)  # all else once it is known what is swept
+    validate_run(settings.run)  # all else once it is known what is swept
     return train(settings)
 
 
@@ -251,7 +253,7 @@ def parse(arguments: list[str]) -> Settings:
     if known.resume is not None:
         base = _to_go_on(known)
     else:
-        base = options.load_settings(env, known.config, known.backend)
+        base = load_settings(env, known.config, known.backend)
     given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
     base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
     rest = [x for a in rest for x in _WORDS.get(a, [a])]
@@ -297,7 +299,7 @@ def _one_line(message: str, arguments: list[str]) -> str:
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name.replace("--no-", "--") not in known:
-            return f"unknown option {name}{options.suggest(name, known)}"
+            return f"unknown option {name}{values.suggest(name, known)}"
     # A box of lines, or of hyphens on an ASCII terminal: a title, what is wrong, what --help says.
     lines = [line.strip("│ ") for line in message.splitlines()][1:]
     body = itertools.dropwhile(_is_rule, lines)
@@ -318,27 +320,27 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     @registry.primitive_rule
     def rule(info: Any) -> tyro.constructors.PrimitiveConstructorSpec | None:
         if info.type is int:
-            return _spec("INT", options.parse_int, str, int)
+            return _spec("INT", values.parse_int, str, int)
         if info.type == bool | None:  # which is given as other flags are, or with true or false
             return tyro.constructors.PrimitiveConstructorSpec(
                 nargs="*",
                 metavar="[true|false]",
-                instance_from_str=options.parse_flag,
+                instance_from_str=values.parse_flag,
                 is_instance=lambda value: value is None or isinstance(value, bool),
                 str_from_instance=lambda value: [str(value).lower()],
             )
-        if info.type == options.CnnLayers:
-            shown = options.show_cnn_layers
-            return _spec("NAME|INTxINTxINT,...", options.parse_cnn_layers, shown, tuple)
+        if info.type == CnnLayers:
+            shown = values.show_cnn_layers
+            return _spec("NAME|INTxINTxINT,...", values.parse_cnn_layers, shown, tuple)
         if get_args(info.type) == (int, ...):
-            return _spec("INT,...", options.parse_layers, _joined, tuple)
+            return _spec("INT,...", values.parse_layers, _joined, tuple)
         if get_args(info.type) == (int, int):
-            return _spec("HEIGHT,WIDTH", options.parse_size, _joined, tuple)
-        if info.type == options.EnvArgs:
+            return _spec("HEIGHT,WIDTH", values.parse_size, _joined, tuple)
+        if info.type == EnvArgs:
             return tyro.constructors.PrimitiveConstructorSpec(
                 nargs="*",
                 metavar="NAME=VALUE",
-                instance_from_str=options.parse_env_args,
+                instance_from_str=values.parse_env_args,
                 is_instance=lambda value: isinstance(value, tuple),
                 str_from_instance=lambda value: [f"{name}={item}" for name, item in value],
             )

@@ -16,9 +16,9 @@ import numpy as np
 
 from purejaxppo import machine, numpy_policy
 from purejaxppo.agent import is_bytes
-from purejaxppo.config import ConfigError
 from purejaxppo.policy import Policy, act
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
+from purejaxppo.values import ConfigError
 
 Arrays = dict[str, np.ndarray]
 

@@ -16,7 +16,7 @@ import jax
 
 from purejaxppo import checkpoint, machine, rundir
 from purejaxppo.checkpoint import Checkpoint, Writer
-from purejaxppo.config import Config, ConfigError, Settings, load_settings
+from purejaxppo.config import Config, Settings, load_settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import Tables, keep_rows
 from purejaxppo.loop import Training
@@ -24,6 +24,7 @@ from purejaxppo.report import write_reports
 from purejaxppo.rundir import RunDirectory, check_options, options_of, write_config
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 from purejaxppo.trackers import Trackers
+from purejaxppo.values import ConfigError
 
 
 def train(settings: Settings) -> int:

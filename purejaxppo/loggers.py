@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from purejaxppo.config import ConfigError
 from purejaxppo.sweep import Run, show
 from purejaxppo.trackers import Trackers
 from purejaxppo.types import Episode, Metrics
+from purejaxppo.values import ConfigError
 
 METRICS_COLUMNS = ["run", "seed", "iteration", "env_steps", *Metrics.__dataclass_fields__]
 EVALUATION_COLUMNS = [

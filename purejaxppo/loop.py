@@ -15,7 +15,7 @@ import numpy as np
 
 from purejaxppo import envs
 from purejaxppo.checkpoint import Best, Checkpoint, Writer, finite, flatten
-from purejaxppo.config import Config, ConfigError, RunOptions
+from purejaxppo.config import Config, RunOptions
 from purejaxppo.display import Display
 from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, pool
 from purejaxppo.machine import Interrupt, Memory, agree, gib, resident_bytes
@@ -36,6 +36,7 @@ from purejaxppo.train import (
     stack_hypers,
 )
 from purejaxppo.types import Metrics, PyTree, TrainState
+from purejaxppo.values import ConfigError
 
 # A chunk lasts about so long, so that progress moves and Ctrl-C is heard.
 _CHUNK_SECONDS = 0.5

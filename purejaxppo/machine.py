@@ -16,7 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import purejaxppo
-from purejaxppo.config import ConfigError, RunOptions, parse_bytes
+from purejaxppo.config import RunOptions
+from purejaxppo.values import ConfigError, parse_bytes
 
 
 def configure(run: RunOptions, num_runs: int) -> None:

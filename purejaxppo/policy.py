@@ -14,7 +14,7 @@ from jax import Array
 from purejaxppo import envs
 from purejaxppo.agent import Agent
 from purejaxppo.checkpoint import finite
-from purejaxppo.config import Config, ConfigError
+from purejaxppo.config import Config
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs.base import Environment
 from purejaxppo.evaluate import evaluate
@@ -23,6 +23,7 @@ from purejaxppo.stats import Moments
 from purejaxppo.sweep import Run
 from purejaxppo.train import make_setup, run_shapes, saved_shapes
 from purejaxppo.types import Episode, PyTree
+from purejaxppo.values import ConfigError
 
 # Episodes played side by side where environments live outside of the program.
 _EXTERNAL_EPISODES = 16

@@ -24,7 +24,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from purejaxppo import envs
 from purejaxppo.agent import Agent, is_bytes
-from purejaxppo.config import ConfigError
 from purejaxppo.devices import split_keys
 from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState
 from purejaxppo.envs.images import Images, of_environment
@@ -33,6 +32,7 @@ from purejaxppo.policy import Policy, act
 from purejaxppo.sketches import INK, PAPER, Sketch, sketch_of
 from purejaxppo.stats import Moments
 from purejaxppo.types import Episode, PyTree
+from purejaxppo.values import ConfigError
 
 MAX_FRAMES = 500  # of a film, or a GIF would be large
 _DELAY = 0.04  # seconds that a frame is shown at least; below, viewers of GIFs go their own way

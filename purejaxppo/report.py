@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from purejaxppo.config import ConfigError, Settings, load_settings
+from purejaxppo.config import Settings, load_settings
 from purejaxppo.loggers import Table, swept_columns
 from purejaxppo.rundir import write_config, write_whole
 from purejaxppo.sweep import (
@@ -27,6 +27,7 @@ from purejaxppo.sweep import (
     make_settings_of,
     show,
 )
+from purejaxppo.values import ConfigError
 
 Column = dict[int, dict[int, float]]  # run -> environment steps -> value
 

@@ -18,9 +18,10 @@ import yaml
 
 from purejaxppo import checkpoint
 from purejaxppo.checkpoint import Checkpoint, Writer
-from purejaxppo.config import ConfigError, Settings, load_settings
+from purejaxppo.config import Settings, load_settings
 from purejaxppo.loggers import keep_rows
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
+from purejaxppo.values import ConfigError
 
 with contextlib.suppress(ImportError):  # not on Windows, where nothing is locked
     import fcntl

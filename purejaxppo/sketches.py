@@ -19,10 +19,10 @@ import numpy as np
 from jax import Array
 from PIL import Image, ImageColor, ImageDraw
 
-from purejaxppo.config import ConfigError
 from purejaxppo.envs.base import Environment, VectorState
 from purejaxppo.envs.brax import BraxEnvironment
 from purejaxppo.types import PyTree
+from purejaxppo.values import ConfigError
 
 AREA = 400 * 300  # pixels of a picture
 PAPER, SAND, GREY, INK = "#f6f3ec", "#d9d3c3", "#a9b1bc", "#22304a"

@@ -12,17 +12,9 @@ from typing import Any, get_type_hints
 import jax
 import numpy as np
 
-from purejaxppo.config import (
-    Config,
-    ConfigError,
-    Hyper,
-    RunOptions,
-    Settings,
-    coerce,
-    show_cnn_layers,
-    suggest,
-    validate,
-)
+from purejaxppo.config import Config, Hyper, RunOptions, Settings
+from purejaxppo.validation import validate
+from purejaxppo.values import ConfigError, coerce, show_cnn_layers, suggest
 
 # What a single sweep cannot compare, and why.
 _NOT_SWEPT = {

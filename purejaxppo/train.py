@@ -18,12 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
-from purejaxppo.config import Config, ConfigError, Hyper
+from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
 from purejaxppo.distributions import noise_size
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
+from purejaxppo.values import ConfigError
 
 # Most iterations a chunk can be asked for: enough that launching it costs nothing.
 MAX_CHUNK = 256

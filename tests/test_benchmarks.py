@@ -10,7 +10,8 @@ import pytest
 from benchmarks import brax_ppo, budget, compare, external, learning, optima, scaling, throughput
 from benchmarks.targets import SUITES, Target
 from purejaxppo import cli, envs
-from purejaxppo.config import load_settings, validate
+from purejaxppo.config import load_settings
+from purejaxppo.validation import validate
 
 
 def test_bars():

@@ -11,10 +11,11 @@ import scipy.stats
 from flax import struct
 
 from purejaxppo import envs, ppo
-from purejaxppo.config import Config, ConfigError, Hyper
+from purejaxppo.config import Config, Hyper
 from purejaxppo.envs import Vectorized
 from purejaxppo.envs.brax import BraxEnvironment
 from purejaxppo.train import as_arrays, make_setup
+from purejaxppo.values import ConfigError
 
 FAST = {"xla_backend_optimization_level": 0}
 

@@ -19,9 +19,9 @@ import yaml
 import purejaxppo
 from purejaxppo import checkpoint, cli, host, machine, rundir
 from purejaxppo.checkpoint import Writer
-from purejaxppo.config import ConfigError
 from purejaxppo.display import Display
 from purejaxppo.policy import play
+from purejaxppo.values import ConfigError
 
 # Of Orbax, which leaves an event loop open where it fails to read.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

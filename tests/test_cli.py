@@ -14,13 +14,14 @@ import pytest
 import yaml
 
 from purejaxppo import cli, envs, host, loop, machine, report
-from purejaxppo.config import ConfigError, load_settings
+from purejaxppo.config import load_settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
 from purejaxppo.sweep import make_runs, make_settings_of
 from purejaxppo.train import Plan, make_footprint
+from purejaxppo.values import ConfigError
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
 

@@ -7,23 +7,25 @@ import yaml
 
 from purejaxppo.config import (
     Config,
-    ConfigError,
     Hyper,
     RunOptions,
     Settings,
     config_directory,
     load_settings,
     make_settings,
+    shipped_config,
+)
+from purejaxppo.networks import CNN_LAYERS
+from purejaxppo.validation import validate
+from purejaxppo.values import (
+    ConfigError,
     parse_cnn_layers,
     parse_env_args,
     parse_int,
     parse_layers,
-    shipped_config,
     show_cnn_layers,
     suggest,
-    validate,
 )
-from purejaxppo.networks import CNN_LAYERS
 
 SHIPPED = sorted(config_directory().rglob("*.yaml"))
 

@@ -12,13 +12,14 @@ from PIL import Image, ImageSequence
 from probes import Probe
 
 from purejaxppo import cli, envs, ppo, stats
-from purejaxppo.config import Config, ConfigError, Hyper, load_settings
+from purejaxppo.config import Config, Hyper, load_settings
 from purejaxppo.networks import CNN_LAYERS
 from purejaxppo.policy import load_policy
 from purejaxppo.policy import play as play_policy
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.train import as_arrays, make_setup, make_train
 from purejaxppo.types import Episode, TimeStep
+from purejaxppo.values import ConfigError
 
 try:
     import envpool

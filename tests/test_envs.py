@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from purejaxppo import envs
-from purejaxppo.config import ConfigError
 from purejaxppo.envs import Vectorized
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.types import TimeStep
+from purejaxppo.values import ConfigError
 
 
 class Countdown:

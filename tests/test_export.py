@@ -15,7 +15,7 @@ import pytest
 
 from purejaxppo import cli, numpy_policy
 from purejaxppo.agent import is_bytes, make_agent
-from purejaxppo.config import Config, ConfigError, Hyper
+from purejaxppo.config import Config, Hyper
 from purejaxppo.export import export
 from purejaxppo.networks import ACTIVATIONS
 from purejaxppo.policy import Policy
@@ -23,6 +23,7 @@ from purejaxppo.spaces import Box, Discrete
 from purejaxppo.spaces import MultiDiscrete as Multi
 from purejaxppo.stats import Moments
 from purejaxppo.sweep import Run, Setting
+from purejaxppo.values import ConfigError
 
 INF = float("inf")
 VECTOR = Box(-INF, INF, (4,))

@@ -12,10 +12,11 @@ from probes import Probe
 from test_envs import play
 
 from purejaxppo import envs
-from purejaxppo.config import Config, ConfigError
+from purejaxppo.config import Config
 from purejaxppo.envs.images import Images
 from purejaxppo.spaces import Box
 from purejaxppo.types import TimeStep
+from purejaxppo.values import ConfigError
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import pytest
 
 from purejaxppo import stats
 from purejaxppo.agent import make_agent
-from purejaxppo.config import Config, ConfigError, Hyper
+from purejaxppo.config import Config, Hyper
 from purejaxppo.distributions import Categorical, Gaussian, MultiCategorical, TanhGaussian
 from purejaxppo.losses import Coefficients, Minibatch, ppo_loss
 from purejaxppo.networks import ACTIVATIONS, CNN_LAYERS, Conv, orthogonal
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete
+from purejaxppo.values import ConfigError
 
 INF = float("inf")
 CARTPOLE = Box(-INF, INF, (4,)), Discrete(2)

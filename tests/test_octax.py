@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from purejaxppo import envs
-from purejaxppo.config import ConfigError
 from purejaxppo.render import check_drawable
+from purejaxppo.values import ConfigError
 
 octax = pytest.importorskip("octax.environments")
 

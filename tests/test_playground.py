@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from purejaxppo import envs
-from purejaxppo.config import ConfigError
+from purejaxppo.values import ConfigError
 
 installed = importlib.util.find_spec("mujoco_playground") is not None
 

@@ -13,12 +13,13 @@ from flax import struct
 from PIL import Image, ImageColor
 
 from purejaxppo import envs, render, sketches
-from purejaxppo.config import Config, ConfigError, Hyper
+from purejaxppo.config import Config, Hyper
 from purejaxppo.policy import Policy, play
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.sweep import Run, Setting
 from purejaxppo.train import make_setup
 from purejaxppo.types import TimeStep
+from purejaxppo.values import ConfigError
 
 BAR = 24  # pixels of the caption
 DRAWN = [name for name in envs.list_environments() if name in sketches.SKETCHES]

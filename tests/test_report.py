@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from purejaxppo import cli
-from purejaxppo.config import ConfigError, RunOptions, Settings
+from purejaxppo.config import RunOptions, Settings
 from purejaxppo.loggers import Tables, swept_columns
 from purejaxppo.report import (
     compare,
@@ -20,6 +20,7 @@ from purejaxppo.report import (
 )
 from purejaxppo.sweep import make_runs, make_settings_of
 from purejaxppo.types import Metrics
+from purejaxppo.values import ConfigError
 
 
 def test_summary_has_no_numbers_json_does_not_know(tmp_path):

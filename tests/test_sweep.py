@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from purejaxppo.config import Config, ConfigError, Hyper, RunOptions, Settings
+from purejaxppo.config import Config, Hyper, RunOptions, Settings
 from purejaxppo.sweep import (
     Outcome,
     area_under_curve,
@@ -18,6 +18,7 @@ from purejaxppo.sweep import (
     make_settings_of,
     programs,
 )
+from purejaxppo.values import ConfigError
 
 
 def sweep(*items, config=None, **run):

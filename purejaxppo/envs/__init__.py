@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from purejaxppo.config import Config, ConfigError, suggest
+from purejaxppo.config import Config
 from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
 from purejaxppo.envs.images import prepare_images
+from purejaxppo.values import ConfigError, suggest
 
 Factory = Callable[..., Any]
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from purejaxppo.config import ConfigError, check_arguments, suggest
 from purejaxppo.envs.base import strong_types
 from purejaxppo.spaces import Box
 from purejaxppo.types import PyTree, TimeStep
+from purejaxppo.values import ConfigError, check_arguments, suggest
 
 BACKENDS = ("spring", "positional", "generalized", "mjx")
 _SUPPORTED = {"brax/swimmer": ("generalized",)}  # where not all

@@ -24,10 +24,10 @@ from jax import Array
 from jax.experimental.compilation_cache import compilation_cache
 
 from purejaxppo import spaces
-from purejaxppo.config import ConfigError, check_arguments, suggest
 from purejaxppo.envs.base import finite_or_ended, over_runs
 from purejaxppo.envs.gymnax import convert_space
 from purejaxppo.types import Episode, TimeStep
+from purejaxppo.values import ConfigError, check_arguments, suggest
 
 # What the trainer decides, not the user.
 _OURS = {

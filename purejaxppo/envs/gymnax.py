@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from purejaxppo import spaces
-from purejaxppo.config import ConfigError, check_arguments
 from purejaxppo.types import PyTree, TimeStep
+from purejaxppo.values import ConfigError, check_arguments
 
 # Gymnax imports these for drawing only, and they take longer to load than all the rest.
 _DRAWING = ("matplotlib", "matplotlib.pyplot", "matplotlib.colors", "seaborn")

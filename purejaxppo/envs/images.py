@@ -11,10 +11,11 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from purejaxppo.config import Config, ConfigError
+from purejaxppo.config import Config
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.spaces import Box
 from purejaxppo.types import Episode, PyTree, TimeStep
+from purejaxppo.values import ConfigError
 
 _LUMA = (0.299, 0.587, 0.114)  # of red, green and blue: ITU-R BT.601
 

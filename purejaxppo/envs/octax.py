@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from purejaxppo import spaces
-from purejaxppo.config import ConfigError, check_arguments
 from purejaxppo.types import PyTree, TimeStep
+from purejaxppo.values import ConfigError, check_arguments
 
 _ARGUMENTS = ("max_num_steps_per_episodes", "instruction_frequency", "fps", "frame_skip")
 

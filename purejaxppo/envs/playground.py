@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-from purejaxppo.config import ConfigError, check_arguments, suggest
 from purejaxppo.envs.brax import BraxEnvironment, check_positive, quietly
+from purejaxppo.values import ConfigError, check_arguments, suggest
 
 
 def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from purejaxppo import envs
-from purejaxppo.config import config_directory, load_settings, validate
+from purejaxppo.config import config_directory, load_settings
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs import Vectorized
 from purejaxppo.envs.brax import backends, quietly
 from purejaxppo.ppo import truncation_window
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.train import make_setup, make_train
+from purejaxppo.validation import validate
 
 DOWNLOADS = {"MNISTBandit-bsuite"}
 ALL = envs.list_environments()

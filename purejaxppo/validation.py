@@ -1,0 +1,134 @@
+"""Which values options may have, alone and together."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from purejaxppo.config import Config, Hyper, RunOptions, Settings
+from purejaxppo.networks import ACTIVATIONS
+from purejaxppo.values import ConfigError, parse_bytes
+
+_LOGS = ("tensorboard", "wandb")
+
+
+def validate(settings: Settings) -> None:
+    """Raises ConfigError for a value out of range or a combination that makes no sense."""
+    config, hyper, run = settings.config, settings.hyper, settings.run
+    validate_run(run)
+    for name in (
+        "total_timesteps",
+        "num_envs",
+        "num_steps",
+        "update_epochs",
+        "num_minibatches",
+        "pool_size",
+        "frame_stack",
+    ):
+        require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
+    size = config.microbatch_size
+    require(size is None or size >= 1, "microbatch_size", size, "at least 1")
+    require(min(config.resize or (1,)) >= 1, "resize", config.resize, "sizes of at least 1")
+    for name in ("torso_layers", "policy_layers", "value_layers"):
+        widths = getattr(config, name)
+        require(all(w >= 1 for w in widths or ()), name, widths, "widths of at least 1")
+    for layer in config.cnn_layers or ():
+        require(min(layer) >= 1, "cnn_layers", layer, "features, kernel and stride of at least 1")
+    if config.activation not in (None, *ACTIVATIONS):
+        require(False, "activation", config.activation, f"one of {', '.join(ACTIVATIONS)}")
+    for name in ("gamma", "gae_lambda"):
+        require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
+    for name in ("ent_coef", "vf_coef"):
+        value = getattr(hyper, name)
+        require(0 <= value < math.inf, name, value, "at least 0")
+    require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
+    for name in (
+        "learning_rate", "critic_learning_rate", "reward_scale", "reward_clip", "clip_eps", "value_clip_eps",
+        "max_grad_norm", "adam_eps", "policy_gain", "target_kl", "desired_kl",
+    ):  # fmt: skip
+        value = getattr(hyper, name)
+        require(value is None or value > 0, name, value, "above 0")
+    _validate_together(config, hyper, run)
+
+
+def validate_run(run: RunOptions) -> None:
+    """Raises ConfigError for a value out of range."""
+    for name in ("seed", "eval_episodes", "metrics_rows", "checkpoint_every", "keep"):
+        require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
+    for name in run.log:
+        require(name in _LOGS, "log", name, f"one of {', '.join(_LOGS)}")
+    require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
+    require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
+    require(
+        run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
+    )
+    for name in ("runs_per_block", "samples", "checkpoint_iterations", "video_every"):
+        value = getattr(run, name)
+        require(value in (None, "auto") or value >= 1, name, value, "at least 1")
+    if run.memory_limit is not None:
+        try:
+            parse_bytes(run.memory_limit)
+        except ValueError:
+            require(False, "memory_limit", run.memory_limit, "a size such as 8GiB")
+    if not run.keep and (run.checkpoint_iterations or run.resume):
+        name = "resume" if run.resume else "checkpoint-iterations"
+        raise ConfigError(f"--{name}: there are no checkpoints with --keep 0")
+    if run.resume and run.run_dir:
+        raise ConfigError(f"--run-dir {run.run_dir}: --resume goes on in {run.resume}")
+    _validate_processes(run)
+
+
+def _validate_processes(run: RunOptions) -> None:
+    """Raises ConfigError unless the processes are all given, or left to the cluster."""
+    given = {n: getattr(run, n) for n in ("coordinator", "num_processes", "process_id")}
+    named = {f"--{n.replace('_', '-')}": v for n, v in given.items() if v is not None}
+    if named and not run.distributed:
+        raise ConfigError(f"{next(iter(named))}: only with --distributed")
+    if named and len(named) < len(given):
+        raise ConfigError(
+            f"{', '.join(named)}: all of --coordinator, --num-processes, --process-id"
+        )
+    if run.coordinator is not None and not re.fullmatch(r".+:[0-9]+", run.coordinator):
+        require(False, "coordinator", run.coordinator, "host:port")
+    if run.num_processes is not None and run.process_id is not None:
+        require(run.num_processes >= 1, "num_processes", run.num_processes, "at least 1")
+        allowed = f"in 0 ... {run.num_processes - 1}"
+        require(0 <= run.process_id < run.num_processes, "process_id", run.process_id, allowed)
+
+
+def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
+    """Raises ConfigError for options, each in its range, that do not go together."""
+    if config.batch_size % config.num_minibatches:
+        raise ConfigError(
+            f"--num-envs {config.num_envs} * --num-steps {config.num_steps} = {config.batch_size} "
+            f"is not divisible by --num-minibatches {config.num_minibatches}"
+        )
+    if config.minibatches == "sequences" and config.num_envs % config.num_minibatches:
+        raise ConfigError(
+            f"--num-envs {config.num_envs} is not divisible by --num-minibatches "
+            f"{config.num_minibatches}, as --minibatches sequences needs"
+        )
+    if config.normalize_rewards and hyper.reward_scale != Hyper.reward_scale:
+        raise ConfigError(
+            f"--reward-scale {hyper.reward_scale} makes no difference with --normalize-rewards"
+        )
+    if hyper.desired_kl is not None and config.anneal_learning_rate:
+        raise ConfigError(
+            "--desired-kl and --anneal-learning-rate both set the learning rate: "
+            "add --no-anneal-learning-rate"
+        )
+    if config.reset_mode == "fresh" and config.pool_size != Config.pool_size:
+        raise ConfigError(
+            f"--pool-size {config.pool_size}: there is no pool with --reset-mode fresh"
+        )
+    if run.eval_every is not None and not run.eval_episodes:
+        raise ConfigError(
+            f"--eval-every {run.eval_every}: there are no --eval-episodes; add --eval-every none"
+        )
+
+
+def require(holds: bool, name: str, value: Any, allowed: str) -> None:
+    """Raises ConfigError, for the value of an option, unless it holds."""
+    if not holds:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: must be {allowed}")
