@@ -441,6 +441,8 @@ def test_a_flipped_bit_is_found_wherever_it_is(copied, capsys):
                     np.testing.assert_array_equal(array, again.arrays[name], strict=True)
             path.write_bytes(content)
     assert found > len(files)
+    # Else Python 3.11 may collect Orbax's failed tasks while it parses, and the parser is not reentrant.
+    gc.collect()
     flip(max(files, key=lambda path: path.stat().st_size), 0.5)
     assert "iteration 9 is whole" in refused(capsys, "--resume", copied)
 
