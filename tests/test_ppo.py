@@ -25,7 +25,14 @@ from probes import (
 from test_losses import numpy_gae
 
 from purejaxppo import ppo, stats
-from purejaxppo.agent import Agent, OptState, adapt_learning_rate, apply_gradients, init_optimizer
+from purejaxppo.agent import (
+    Agent,
+    OptState,
+    _as_vector,
+    adapt_learning_rate,
+    apply_gradients,
+    init_optimizer,
+)
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.losses import Minibatch, normalize_advantages, ppo_loss
@@ -782,3 +789,12 @@ def test_updates_that_were_skipped_are_not_averaged():
     assert metrics.clip_fraction == 0.5
     assert metrics.grad_norm == 6
     assert metrics.learning_rate == 7
+
+
+def test_a_vector_of_leaves_is_the_same_of_one_run_and_of_several():
+    own, shared = jnp.arange(12.0).reshape(2, 2, 3), jnp.array([7.0, 8.0])
+    vectors = jax.vmap(_as_vector, ({"own": 0, "shared": None},))({"own": own, "shared": shared})
+    for run in range(2):
+        alone = _as_vector({"own": own[run], "shared": shared})
+        np.testing.assert_array_equal(alone, [*own[run].ravel(), 7.0, 8.0])
+        np.testing.assert_array_equal(vectors[run], alone)
