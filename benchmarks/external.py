@@ -1,21 +1,27 @@
 """EnvPool's environments beside Stable-Baselines3's PPO in Gymnasium's own, with the same settings.
 
     python -m benchmarks.peers DIRECTORY --only sb3
-    python -m benchmarks.external DIRECTORY --task Hopper-v5 --seeds 3
-    python -m benchmarks.external DIRECTORY --task Breakout-v5           # speed alone
+    python -m benchmarks.external DIRECTORY --task Hopper-v5 --pairs 0 --jobs 2   # returns alone
+    python -m benchmarks.external DIRECTORY --task Hopper-v5 --seeds 0            # speeds alone
+    python -m benchmarks.external DIRECTORY                                       # everything
 
 Returns are of deterministic evaluation episodes after the training; both normalise observations and
-rewards. Steps per second are of whole trainings without compilation. Nothing else should be running.
+rewards. Trainings of which they are known are not repeated: more seeds add to them. Steps per second are
+of shorter trainings in turn, without compilation: nothing else should be running.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,110 +42,164 @@ class Task:
 
     Attributes:
         peer_name: what Gymnasium calls it.
-        steps, their_steps: of a run; where they differ only speeds are compared.
         aim: how many times the other's steps per second.
+        steps: of trainings whose returns are compared; 0 where only speeds are.
+        timed_steps, their_timed_steps: of trainings whose speeds are compared.
     """
 
     name: str
     peer_name: str
     aim: float
     steps: int = 1_000_000
-    their_steps: int = 1_000_000
+    timed_steps: int = 204_800
+    their_timed_steps: int = 20_480
 
-    @property
-    def returns(self) -> bool:
-        """Whether what is learned is compared."""
-        return self.steps == self.their_steps
 
+@dataclass(frozen=True)
+class Measured:
+    """Of one training."""
+
+    steps_per_second: float
+    score: float
+
+
+Training = Callable[[Task, int, int], Measured]  # of a task, a seed and so many steps
 
 TASKS = [
     Task("HalfCheetah-v5", "HalfCheetah-v5", 5.0),
     Task("Hopper-v5", "Hopper-v5", 5.0),
     Task("Walker2d-v5", "Walker2d-v5", 5.0),
-    Task("Breakout-v5", "BreakoutNoFrameskip-v4", 1.5, steps=40_960, their_steps=20_480),
+    Task("Breakout-v5", "BreakoutNoFrameskip-v4", 1.5, steps=0, timed_steps=40_960),
 ]
 
 
-def ours(task: Task, seed: int) -> dict[str, float]:
+def ours(task: Task, seed: int, steps: int) -> Measured:
     """A training by the command line with the shipped settings."""
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "purejaxppo.run", "--env", f"envpool/{task.name}"]
-        command += ["--total-timesteps", str(task.steps), "--seed", str(seed), "--eval-every", "0"]
+        command += ["--total-timesteps", str(steps), "--seed", str(seed), "--eval-every", "0"]
         command += ["--run-dir", f"{name}/run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         summary = json.loads(Path(f"{name}/run/summary.json").read_text())
     (score,) = summary["evaluation"]["return_per_run"]
-    return {"steps_per_second": summary["steps_per_second"], "return": score}
+    return Measured(summary["steps_per_second"], score)
 
 
-def theirs(task: Task, seed: int, directory: Path) -> dict[str, float]:
-    """The same by Stable-Baselines3."""
+def theirs(task: Task, seed: int, steps: int, directory: Path, jobs: int) -> Measured:
+    """The same by Stable-Baselines3, one of `jobs` at once."""
     config = load_settings(f"envpool/{task.name}").config
     batch = config.batch_size
     asked: dict[str, Any] = {
         "env": task.peer_name,
         "num_envs": config.num_envs,
         "num_steps": config.num_steps,
-        "iterations": -(-task.their_steps // batch) - 1,  # after the one that warms up
+        "iterations": -(-steps // batch) - 1,  # after the one that warms up
         "batch_size": batch // config.num_minibatches,
         "epochs": config.update_epochs,
         "seed": seed,
-        "atari": not task.returns,
-        "episodes": 16 if task.returns else 0,
+        "atari": not config.normalize_observations,
+        "episodes": 16 if config.normalize_observations else 0,
     }
     command = peers.command(directory, "sb3", asked)
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    rate, score = map(float, done.stdout.split())
-    return {"steps_per_second": rate, "return": score}
+    threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | threads
+    )
+    return Measured(*map(float, done.stdout.split()))
 
 
-def measure(task: Task, seeds: int, directory: Path) -> dict[str, Any]:
-    """Both in turn, seed by seed."""
-    runs: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
-    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-        runs["ours"].append(ours(task, seed))
-        runs["theirs"].append(theirs(task, seed, directory))
-        print(task.name, seed, runs["ours"][-1], runs["theirs"][-1], flush=True)
-    about = {"device": machine.device_name(), "versions": machine.versions()}
-    return asdict(task) | runs | about | {"peer": peers.versions(directory, "sb3")}
+def measure_returns(
+    known: dict[str, Any],
+    trainings: dict[str, Training],
+    seeds: int,
+    jobs: int,
+    save: Callable[[], None],
+) -> None:
+    """Adds the returns that are not known yet, and saves after each training.
+
+    Args:
+        known: by task's name `returns`, of each of the trainings, by seed.
+        jobs: trainings at once.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {
+            pool.submit(train, task, seed, task.steps): (task.name, who, str(seed))
+            for task in TASKS
+            if task.name in known and task.steps
+            for seed in range(FIRST_SEED, FIRST_SEED + seeds)
+            for who, train in trainings.items()
+            if str(seed) not in known[task.name]["returns"][who]
+        }
+        for done in as_completed(running):
+            name, who, seed = running[done]
+            print(name, who, seed, done.result(), flush=True)
+            known[name]["returns"][who][seed] = done.result().score
+            save()
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def measure_speeds(
+    task: Task, trainings: dict[str, Training], pairs: int
+) -> dict[str, list[float]]:
+    """Steps per second of each, in turn."""
+    steps = {"ours": task.timed_steps, "theirs": task.their_timed_steps}
+    speeds: dict[str, list[float]] = {who: [] for who in trainings}
+    for seed in range(FIRST_SEED, FIRST_SEED + pairs):
+        for who, train in trainings.items():
+            speeds[who].append(train(task, seed, steps[who]).steps_per_second)
+            print(task.name, who, speeds[who][-1], flush=True)
+    return speeds
+
+
+def _returns(returns: dict[str, dict[str, float]]) -> list[str]:
+    """Cells of the table: seeds, ours, theirs, difference, at or above."""
+    seeds = sorted(returns["ours"].keys() & returns["theirs"].keys())
+    if not seeds:
+        return [""] * 5
+    scores = {who: np.array([of[seed] for seed in seeds]) for who, of in returns.items()}
+    difference = scores["ours"] - scores["theirs"]
+    low, high = bootstrap_interval(difference)
+    return [
+        str(len(seeds)),
+        *(f"{scores[who].mean():.0f}" for who in ("ours", "theirs")),
+        f"{difference.mean():.0f} ({low:.0f} ... {high:.0f})",
+        "yes" if low > -0.05 * abs(scores["theirs"].mean()) else "**no**",
+    ]
+
+
+def _speeds(speeds: dict[str, list[float]]) -> list[str]:
+    """Cells of the table: ours, theirs, ratio."""
+    if not speeds:
+        return [""] * 3
+    fast = {who: float(np.median(each)) for who, each in speeds.items()}
+    return [
+        f"{fast['ours']:,.0f}",
+        f"{fast['theirs']:,.0f}",
+        f"{fast['ours'] / fast['theirs']:.1f}",
+    ]
+
+
+def table(known: dict[str, Any]) -> str:
     """The results as Markdown."""
-    versions = results[0]["versions"]
+    about = next(iter(known.values()))
     lines = [
         "# EnvPool's environments",
         "",
-        f"Made by `python -m benchmarks.external`: {results[0]['device']}, jax {versions['jax']}, envpool "
-        f"{versions['envpool']}, Stable-Baselines3 {results[0]['peer']['stable-baselines3']}; the shipped "
-        f"settings, which are the other's too, seeds from {FIRST_SEED} on, in turn. Returns of 16 "
-        "deterministic episodes a seed, and 95% bootstrap intervals; at or above where the lower end of the "
-        "difference is above -5% of the other's. Steps per second: medians of trainings without compilation.",
+        f"Made by `python -m benchmarks.external`: {about['device']}, jax {about['versions']['jax']}, envpool "
+        f"{about['versions']['envpool']}, Stable-Baselines3 {about['peer']['stable-baselines3']}; the shipped "
+        f"settings, which are the other's too, seeds from {FIRST_SEED} on. Returns of 16 deterministic "
+        "episodes a seed, and 95% bootstrap intervals; at or above where the lower end of the difference is "
+        "above -5% of the other's. Steps per second: medians of trainings in turn, without compilation.",
         "",
         "| environment | steps | seeds | ours | theirs | difference | at or above "
         "| our steps/s | theirs | ratio | aim |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in results:
-        task = Task(**{name: r[name] for name in Task.__dataclass_fields__})
-        scores, speeds = (
-            {who: np.array([run[what] for run in r[who]]) for who in ("ours", "theirs")}
-            for what in ("return", "steps_per_second")
-        )
-        cells = ["", "", "", ""]
-        if task.returns:
-            difference = scores["ours"] - scores["theirs"]
-            low, high = bootstrap_interval(difference)
-            reached = low > -0.05 * abs(scores["theirs"].mean())
-            cells = [f"{scores[who].mean():.0f}" for who in ("ours", "theirs")]
-            cells += [f"{difference.mean():.0f} ({low:.0f} ... {high:.0f})"]
-            cells += ["yes" if reached else "**no**"]
-        fast = {who: float(np.median(each)) for who, each in speeds.items()}
-        lines.append(
-            f"| {task.name} | {task.steps:,} | {len(r['ours'])} | {' | '.join(cells)} "
-            f"| {fast['ours']:,.0f} | {fast['theirs']:,.0f} | {fast['ours'] / fast['theirs']:.1f} "
-            f"| {task.aim:g} |"
-        )
+    for task in TASKS:
+        if task.name in known:
+            steps = f"{task.steps:,}" if task.steps else ""
+            cells = [task.name, steps, *_returns(known[task.name]["returns"])]
+            cells += [*_speeds(known[task.name]["speeds"]), f"{task.aim:g}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -148,17 +208,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="from benchmarks.peers")
     parser.add_argument("--task", choices=[task.name for task in TASKS], action="append")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="of the returns")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at once, of the returns")
+    parser.add_argument("--pairs", type=int, default=3, help="of the speeds")
     given = parser.parse_args()
+    tasks = [task for task in TASKS if not given.task or task.name in given.task]
+    trainings: dict[str, Training] = {
+        "ours": ours,
+        "theirs": functools.partial(theirs, directory=given.directory, jobs=given.jobs),
+    }
     stored = RESULTS / "external.json"
-    known = {r["name"]: r for r in json.loads(stored.read_text())} if stored.exists() else {}
-    for task in TASKS:
-        if given.task and task.name not in given.task:
-            continue
-        known[task.name] = measure(task, given.seeds, given.directory)
-        ordered = [known[task.name] for task in TASKS if task.name in known]
-        stored.write_text(json.dumps(ordered, indent=1) + "\n")
-        stored.with_suffix(".md").write_text(table(ordered))
+    known = json.loads(stored.read_text()) if stored.exists() else {}
+    about = {"device": machine.device_name(), "versions": machine.versions()}
+    about["peer"] = peers.versions(given.directory, "sb3")
+
+    def save() -> None:
+        stored.write_text(json.dumps(known, indent=1) + "\n")
+        stored.with_suffix(".md").write_text(table(known))
+
+    for task in tasks:
+        nothing = {"returns": {who: {} for who in trainings}, "speeds": {}}
+        known[task.name] = known.get(task.name, nothing) | about
+    measure_returns(
+        {task.name: known[task.name] for task in tasks}, trainings, given.seeds, given.jobs, save
+    )
+    for task in tasks:
+        if given.pairs:
+            known[task.name]["speeds"] = measure_speeds(task, trainings, given.pairs)
+            save()
 
 
 if __name__ == "__main__":

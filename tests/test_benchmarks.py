@@ -1,6 +1,5 @@
 """What decides whether a benchmark's bar is met, and optima with independent values."""
 
-import dataclasses
 import types
 from pathlib import Path
 
@@ -163,15 +162,17 @@ def test_external_tasks_are_trained_as_the_other_trains_them(monkeypatch):
     result = types.SimpleNamespace(stdout="100.0\n5.0\n")
     monkeypatch.setattr(external.subprocess, "run", lambda *_, **__: result)
     for task in external.TASKS:
-        assert external.theirs(task, 1000, Path()) == {"steps_per_second": 100.0, "return": 5.0}
+        measured = external.theirs(task, 1000, 10_000, Path(), jobs=1)
+        assert measured == external.Measured(steps_per_second=100.0, score=5.0)
         settings = load_settings(f"envpool/{task.name}")
         config, hyper, got = settings.config, settings.hyper, asked.pop()
         assert got["seed"] == 1000
         assert config.num_envs == got["num_envs"] == 8
         steps = got["num_steps"], got["batch_size"], got["epochs"]
-        assert steps == ((256, 64, 10) if task.returns else (128, 256, 4))
-        assert got["iterations"] + 1 == -(-task.their_steps // config.batch_size)
-        if task.returns:
+        assert steps == ((256, 64, 10) if task.steps else (128, 256, 4))
+        assert got["iterations"] + 1 == -(-10_000 // config.batch_size)
+        assert got["atari"] == (not task.steps)
+        if task.steps:
             assert config.normalize_observations
             assert config.normalize_rewards
             # Its value loss is the mean of squares, ours half of it.
@@ -180,16 +181,36 @@ def test_external_tasks_are_trained_as_the_other_trains_them(monkeypatch):
             assert not config.anneal_learning_rate
 
 
+def test_external_returns_that_are_known_are_not_measured_again():
+    trained = []
+
+    def train(task, seed, steps):
+        trained.append((task.name, seed, steps))
+        return external.Measured(steps_per_second=1.0, score=float(seed))
+
+    known = {
+        "Hopper-v5": {"returns": {"ours": {"1000": 7.0}}},
+        "Breakout-v5": {"returns": {"ours": {}}},
+    }
+    saved = []
+    save = lambda: saved.append(dict(known["Hopper-v5"]["returns"]["ours"]))  # noqa: E731
+    external.measure_returns(known, {"ours": train}, seeds=3, jobs=1, save=save)
+    assert trained == [("Hopper-v5", 1001, 1_000_000), ("Hopper-v5", 1002, 1_000_000)]
+    assert saved[-1] == {"1000": 7.0, "1001": 1001.0, "1002": 1002.0}
+    assert len(saved) == 2
+
+
 def test_external_table_compares_at_equal_seeds():
-    runs = [[{"steps_per_second": 50.0, "return": x} for x in xs] for xs in ((9, 12), (10, 10))]
     about = {
         "versions": {"jax": "1", "envpool": "2"},
         "device": "",
         "peer": {"stable-baselines3": "3"},
     }
-    first = dataclasses.asdict(external.TASKS[0]) | {"ours": runs[0], "theirs": runs[1]} | about
-    (line,) = [x for x in external.table([first]).splitlines() if x.startswith("| HalfCheetah")]
-    assert "| 2 | 10 | 10 | 0 (-1 ... 2) | **no** | 50 | 50 | 1.0 | 5 |" in line
+    returns = {"ours": {"1000": 9, "1001": 12, "1002": 99}, "theirs": {"1001": 10, "1000": 10}}
+    speeds = {"ours": [50.0, 50.0], "theirs": [20.0, 30.0]}
+    known = {"HalfCheetah-v5": {"returns": returns, "speeds": speeds} | about}
+    (line,) = [x for x in external.table(known).splitlines() if x.startswith("| HalfCheetah")]
+    assert "| 2 | 10 | 10 | 0 (-1 ... 2) | **no** | 50 | 25 | 2.0 | 5 |" in line
 
 
 def test_ratios_are_taken_pair_by_pair():
