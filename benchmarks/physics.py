@@ -22,7 +22,7 @@ import jax
 from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
 from purejaxppo.config import load_settings
-from purejaxppo.envs.base import Vectorized
+from purejaxppo.envs.base import Starts, Vectorized
 from purejaxppo.train import as_arrays
 
 RESULT = Path(__file__).parent / "results" / "physics.md"
@@ -34,10 +34,12 @@ TEXTS = {
 
 
 class Replayed(Vectorized):
-    """Episodes begin again where they first began."""
+    """Episodes begin again where their environments are when the rollout begins."""
 
     def begin_rollout(self, key: jax.Array, state: Any) -> Any:
-        return state
+        del key
+        first = jax.tree.map(lambda x: x[None], Starts(state.env, state.obs))
+        return state.replace(pool=first)
 
 
 def compiled(function: Any, *arguments: Any) -> tuple[Any, float]:

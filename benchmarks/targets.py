@@ -115,8 +115,8 @@ MINATAR = {
 }
 
 OCTAX = {
-    "octax/brix": Target(above_random=True, steps=500_000),
-    "octax/pong": Target(above_random=True, steps=500_000),
+    "octax/airplane": Target(above_random=True, steps=250_000),
+    "octax/deep": Target(above_random=True, steps=250_000),
 }
 
 ENVPOOL = {

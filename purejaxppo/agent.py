@@ -128,7 +128,7 @@ class Agent:
                 # The network speaks in half-widths of the box, where the box has a width.
                 bounded = jnp.isfinite(low) & jnp.isfinite(high)
                 center = jnp.where(bounded, (low + high) / 2, 0.0)
-                half = jnp.where(bounded, (high - low) / 2, 1.0)
+                half = jnp.where(bounded & (low < high), (high - low) / 2, 1.0)
                 mean, log_std = center + half * output.policy, output.log_std + jnp.log(half)
                 return Gaussian(mean, log_std, low, high)
 

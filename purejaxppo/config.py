@@ -85,7 +85,7 @@ class Config:
     reset_mode: Literal["pool", "fresh"] = "pool"
     """fresh: a new start state at every reset; pool: from a pool drawn for each rollout."""
     pool_size: int = 8
-    """Start states an environment has in a rollout's pool; it repeats one only after so many."""
+    """P start states of an environment in a rollout's pool: after its step t comes number t % P."""
 
     @property
     def env_options(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Hyper(struct.PyTreeNode):
     target_kl: float | None = None
     """Skip the remaining updates of an iteration once approx_kl exceeds this."""
     desired_kl: float | None = None
-    """Adapt the learning rates, between 1e-5 and 1e-2, to keep approx_kl near this."""
+    """Adapt learning_rate, between 1e-5 and 1e-2, to keep approx_kl near this; the critic's likewise."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,7 @@ def load_settings(
     """Settings of a YAML file, or the shipped ones of an environment, over the defaults.
 
     Args:
+        env: its full name, as `brax/ant`.
         backend: what an environment with several kinds of physics runs on.
 
     Raises:

@@ -86,9 +86,9 @@ class Display:
         elif evaluation["return_per_run"]:
             self._evaluation(evaluation, [run.seed for run in runs])
         self._console.print(
-            f"{summary['env_steps']:,} steps a run in {summary['wall_seconds']:.1f} s "
-            f"({summary['steps_per_second']:,.0f} steps/s over all runs, "
-            f"{summary['compile_seconds']:.1f} s to compile)"
+            f"{summary['env_steps']:,} steps a run ({summary['steps_per_second']:,.0f} steps/s over "
+            f"all runs); this command took {summary['wall_seconds']:.1f} s, "
+            f"{summary['compile_seconds']:.1f} s of them to compile"
         )
         diverged = [runs[number] for number in summary["diverged_runs"]]
         for run in diverged[:_SHOWN]:
@@ -143,7 +143,9 @@ class Display:
 
     def ranking(self, settings: list[tuple[str, dict[str, Any]]]) -> None:
         """Names and statistics of settings, the best first."""
-        table = Table(title=f"{len(settings)} settings x {len(settings[0][1]['runs'])} seeds")
+        seeds = sorted({len(setting["runs"]) for _, setting in settings})
+        of_each = " ... ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+        table = Table(title=f"{len(settings)} settings x {of_each} seeds")
         table.add_column("")
         for column in ("IQM", "95% interval", "mean", "area", "diverged"):
             table.add_column(column, justify="right", no_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import shlex
 import tempfile
@@ -62,7 +61,7 @@ def _train(settings: Settings) -> int:
         saved = [each.facts if each else None for each in found]
         del found  # its arrays are the trainings' now, who let go of them
         caveats = _caveats(trainings, saved)
-        directory = _begin(_with_block(settings, trainings), groups, saved, held)
+        directory = _begin(settings, groups, saved, held)
         display.header(_header(directory, trainings, caveats))
         if all(training.iteration == training.config.iterations for training in trainings):
             display.say("nothing left to train: --total-timesteps goes further")
@@ -145,7 +144,7 @@ def _checkpoints(
     check_options(options_of(load_settings(file=config)), settings, config)
     _in_main(lambda: held.enter_context(rundir.lock(directory.path)))
     found = [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))]
-    if not any(found) and (directory.path / "summary.json").exists():
+    if not any(found) and rundir.has_results(directory.path):
         raise ConfigError(f"{directory.path}: has results, and no checkpoint to go on from")
     for each, runs in zip(found, groups, strict=True):
         if each is not None:
@@ -233,15 +232,6 @@ def _in_main(action: Callable[[], Any]) -> Any:
     if failed:
         raise error or ConfigError("process 0 could not begin")
     return result
-
-
-def _with_block(settings: Settings, trainings: list[Training]) -> Settings:
-    """With the size of the blocks, which fixes the arithmetic, unless programs differ in it."""
-    blocks = {training.plan.block for training in trainings}
-    if len(blocks) > 1:
-        return settings
-    run = dataclasses.replace(settings.run, runs_per_block=blocks.pop())
-    return dataclasses.replace(settings, run=run)
 
 
 def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> list[str]:

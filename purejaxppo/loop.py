@@ -258,7 +258,7 @@ class Training:
             self._states = trainer.put_whole(self._restored, self._shapes)
             self._restored = None
             if begun is not None:  # what lives outside of the program has begun anew
-                self._states = self._states.replace(env_state=begun.env_state, first=begun.first)
+                self._states = _with_environments(self._states, begun)
         memory = self._memory(list(ready.values()))
         self.compile_seconds = time.monotonic() - started
         gc.freeze()
@@ -362,9 +362,8 @@ class Training:
         shared = (np.int32(count), np.float32(self.config.iterations))
         self._states, metrics = self._chunk(self._states, self._hypers, shared)
         self.iteration += count
-        before, self._running = self._running, (count, metrics)
-        if before is not None:
-            self._write_down(*before)
+        self._finish_chunk()  # the one before, while this one runs
+        self._running = count, metrics
         if jax.process_count() > 1:  # to gather would wait for what runs
             self._finish_chunk()
 
@@ -431,6 +430,14 @@ class Training:
             self.display.say(f"no video: {error}")
         else:
             self._tables.video(run.number, steps, path)
+
+
+def _with_environments(states: TrainState, begun: TrainState) -> TrainState:
+    """States whose environments, and the returns of their episodes so far, are those of others."""
+    return_stats = states.return_stats
+    if return_stats is not None and begun.return_stats is not None:
+        return_stats = return_stats.replace(trace=begun.return_stats.trace)
+    return states.replace(env_state=begun.env_state, first=begun.first, return_stats=return_stats)
 
 
 def _share(config: Config, shards: int) -> Config:

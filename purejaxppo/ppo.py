@@ -16,6 +16,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 
@@ -252,7 +253,8 @@ def _act(
 def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> Array:
     """[T, N] generalised advantage estimates, in the units of the scaled reward.
 
-    Where a time limit cut an episode, the value that follows is that of its final observation.
+    Where a time limit cut an episode, the value that follows is that of its final observation; before
+    an invalid step that of the observation the step was taken from.
 
     Args:
         state: after the rollout.
@@ -264,18 +266,19 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
     value = agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
     next_value = jnp.concatenate([steps.value[1:], value[-1:]])
     if window := truncation_window(env):
-        repeats = min(window, len(next_value))
-        final_value = jnp.repeat(value[:-1], repeats, axis=0)[: len(next_value)]
+        final_value = value[np.arange(len(next_value)) // window]
         next_value = jnp.where(steps.truncated, final_value, next_value)
     # Without the barrier XLA rewrites this division as it likes, and differently with more devices.
     scale = jax.lax.optimization_barrier(stats.return_scale(state.return_stats))
     reward = clipped(steps.reward, hyper) * hyper.reward_scale / scale
+    # What an invalid step would say about those before it is left out as well.
+    cut_off = jnp.concatenate([~steps.valid[1:], jnp.zeros_like(steps.valid[:1])])
     return gae(
         reward,
         steps.value,
         next_value,
         steps.terminated,
-        steps.truncated,
+        steps.truncated | cut_off,
         hyper.gamma,
         hyper.gae_lambda,
     )

@@ -237,9 +237,11 @@ def compare(reports: list[Report], path: Path) -> list[Result]:
         raise ConfigError(
             f"returns of different environments cannot be compared: {', '.join(names)}"
         )
+    short = len({report.path.name for report in reports}) == len(reports)
     results = [
-        dataclasses.replace(result, name=", ".join(filter(None, [report.path.name, result.name])))
+        dataclasses.replace(result, name=", ".join(filter(None, [where, result.name])))
         for report in reports
+        for where in [report.path.name if short else str(report.path)]
         for result in report.results
     ]
     draw_curves(path, f"{names[0]}, PPO", rank(results))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 import math
 import os
 import re
@@ -136,11 +138,7 @@ def create(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
     Raises:
         ConfigError: it is in use, or cannot be written.
     """
-    name = settings.run.run_dir
-    if name is None:
-        env = re.sub(r"[^\w.-]+", "-", settings.config.env)
-        name = f"runs/{env}-{datetime.now():%Y%m%d-%H%M%S}"
-    path = Path(name)
+    path = Path(settings.run.run_dir or _new_directory(settings.config.env))
     in_use = ConfigError(f"--run-dir {path}: in use; give another, or remove it first")
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -153,6 +151,23 @@ def create(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
     except OSError as error:
         raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
     return RunDirectory(path, settings)
+
+
+def _new_directory(env: str) -> Path:
+    """One that nobody else has, named after the environment and the time."""
+    plain = re.sub(r"[^\w.-]+", "-", env)
+    name = f"{plain}-{datetime.now():%Y%m%d-%H%M%S}"
+    numbers = itertools.count(2)
+    path = Path("runs", name)
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # of another start within the second
+            path = path.with_name(f"{name}-{next(numbers)}")
+        except OSError as error:
+            raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
+        else:
+            return path
 
 
 def lock(path: Path) -> IO[bytes]:
@@ -192,7 +207,6 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
         sweep=(),
         samples=None,
         run_dir=run_dir,
-        runs_per_block=found.facts["block"],
     )
     arrays = {
         name: x[:, place : place + 1] if name.startswith("pending.") else x[place : place + 1]
@@ -206,6 +220,12 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
         facts = {**found.facts, "options": options_of(own.settings), "diverged": diverged}
         held.enter_context(Writer(own.checkpoints(0), options.keep, {})).save(arrays, facts)
     return own
+
+
+def has_results(path: Path) -> bool:
+    """Whether anything was trained there, when a command last ended."""
+    summary = path / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["env_steps"] > 0
 
 
 def write_config(path: Path, settings: Settings) -> None:

@@ -82,7 +82,7 @@ def update_return_stats(
 
     Args:
         stats: with trace [N].
-        reward: [T, N], the environment's own.
+        reward: [T, N], clipped where rewards are, and not scaled.
         ended: [T, N] bool; the trace restarts at zero after such a step.
         valid: [T, N] bool; other steps are left out of trace and moments.
         gamma: [].

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from purejaxppo.config import Config, Hyper, RunOptions, Settings
+from purejaxppo.networks import CNN_LAYERS
 from purejaxppo.validation import validate
 from purejaxppo.values import ConfigError, coerce, show_cnn_layers, suggest
 
@@ -149,12 +150,14 @@ def _check_name(name: str, before: list[str]) -> None:
 
 
 def _values(name: str, text: str) -> list[Any]:
-    """Values separated by commas; widths of layers are written 64x64."""
+    """Values separated by commas; widths of layers are written 64x64, convolutions by name."""
     hint = (get_type_hints(Config) | get_type_hints(Hyper))[name]
     values = []
     for part in text.split(","):
         part = part.strip()
         raw = {"none": None, "true": True, "false": False}.get(part, part)
+        if name == "cnn_layers" and raw not in (None, *CNN_LAYERS):
+            raise ConfigError(f"--sweep {name}={text}: must be of {', '.join(CNN_LAYERS)}, none")
         if raw is not None and "layers" in name and name != "cnn_layers":
             raw = [width for width in part.split("x") if width]
         value = coerce(f"--sweep {name}", raw, hint)

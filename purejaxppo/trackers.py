@@ -49,7 +49,7 @@ class TensorBoard:
             steps = done.get(run.number, 0)
             # Names must differ, and their order is read.
             writer = EventsWriter(str(directory / "events"), f".{steps:012d}")
-            if steps:
+            if run.number in done:
                 log = self._pb.SessionLog(status=self._pb.SessionLog.START)
                 writer.write_event(self._pb.Event(step=steps + 1, session_log=log))
             self._writers[run.number] = writer

@@ -85,14 +85,21 @@ def parse_env_args(items: Iterable[str]) -> EnvArgs:
     """name=value ... with values as YAML reads them.
 
     Raises:
-        ConfigError: an item without a name or without an equals sign.
+        ConfigError: an item without a name or without an equals sign, or no such value.
     """
     pairs = []
     for item in items:
         name, equals, text = item.partition("=")
         if not (name and equals):
             raise ConfigError(f"--env-args takes name=value, not {item!r}")
-        pairs.append((name, freeze(yaml.safe_load(text))))
+        try:
+            value = freeze(yaml.safe_load(text))
+            hash(value)
+        except (yaml.YAMLError, TypeError):
+            raise ConfigError(
+                f"--env-args {item}: must be a number, a text, true, false, null or a list of them"
+            ) from None
+        pairs.append((name, value))
     return tuple(pairs)
 
 

@@ -1,6 +1,8 @@
 """Nothing lost: what is resumed equals what was never stopped, and what is damaged is refused."""
 
+import contextlib
 import csv
+import datetime
 import gc
 import json
 import os
@@ -17,7 +19,7 @@ import pytest
 import yaml
 
 import purejaxppo
-from purejaxppo import checkpoint, cli, host, machine, rundir
+from purejaxppo import checkpoint, cli, host, loop, machine, rundir
 from purejaxppo.checkpoint import Writer
 from purejaxppo.display import Display
 from purejaxppo.policy import play
@@ -172,12 +174,6 @@ def test_rows_have_no_gap_and_no_overlap_where_a_training_is_extended(tmp_path):
     np.testing.assert_allclose(
         float(pooled[2]["entropy"]), np.mean([float(row["entropy"]) for row in every[7:11]]), 1e-5
     )
-
-
-def test_a_schedule_that_is_stretched_is_said(tmp_path, capsys):
-    assert train(tmp_path / "run", 4, "--anneal-clip-eps") == 0
-    assert resume(tmp_path / "run", f"--total-timesteps|{8 * PER_ITERATION}") == 0
-    assert "was to end at iteration 4: stretched" in capsys.readouterr().out
 
 
 def test_nothing_left_to_do(copied, capsys):
@@ -356,6 +352,24 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, ca
     assert_same(path, whole)
     assert (path / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
     assert not json.loads((path / "summary.json").read_text())["interrupted"]
+
+
+def test_interrupted_while_compiling(tmp_path, monkeypatch, capsys):
+    path, whole = tmp_path / "stopped", tmp_path / "whole"
+    compiled = loop.Training._compile
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        compiled(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "_compile", interrupted)
+        assert train(path, 4) == 128 + signal.SIGTERM
+    assert f"to go on: python -m purejaxppo.run --resume {path}" in capsys.readouterr().out
+    assert not rows(path / "metrics.csv")
+    assert resume(path) == 0
+    assert train(whole, 4) == 0
+    assert_same(path, whole)
 
 
 def test_killed_twenty_times_and_yet_the_same(tmp_path):
@@ -766,7 +780,7 @@ def test_nothing_is_pickled(swept, trained):
         for path in directory.rglob("*"):
             assert path.suffix not in (".pkl", ".pickle")
             if path.is_file():
-                assert not path.read_bytes().startswith(b"\x80\x04")
+                assert not path.read_bytes().startswith(b"\x80")
 
 
 @pytest.mark.parametrize(
@@ -827,3 +841,18 @@ def test_an_extra_that_came_since_changes_nothing():
     assert host._changed_versions(before) == []
     before["versions"]["jax"] = "0.1"
     assert host._changed_versions(before) == [f"jax 0.1 -> {jax.__version__}"]
+
+
+def test_two_directories_of_one_second(tmp_path, monkeypatch):
+    class Still(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.setattr(rundir, "datetime", Still)
+    monkeypatch.chdir(tmp_path)
+    settings = cli.parse(["--env", "a module:MyEnv"])
+    with contextlib.ExitStack() as held:
+        made = [rundir.create(settings, held).path.name for _ in range(3)]
+    first = "a-module-MyEnv-20260102-030405"
+    assert made == [first, f"{first}-2", f"{first}-3"]

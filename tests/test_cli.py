@@ -115,7 +115,7 @@ def test_summary(finished):
 def test_config_runs_again_to_the_same_result(finished, tmp_path):
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert (config["env"], config["seed"], config["total_timesteps"]) == ("CartPole-v1", 5, 340)
-    assert config["runs_per_block"] == 1  # two runs on two devices
+    assert config["runs_per_block"] == "auto"
     again = tmp_path / "again"
     arguments = ["--config", str(finished / "config.yaml"), "--run-dir", str(again)]
     assert cli.train_command(arguments) == 0
@@ -283,6 +283,8 @@ def test_no_evaluation(tmp_path):
         ("--activation sin", "--activation sin: must be one of"),
         ("--env-args size", "--env-args takes name=value, not 'size'"),
         ("--env-args size=3", "CartPole-v1 has no argument 'size'"),
+        ("--env-args size=[1", "--env-args size=[1: must be a number, a text"),
+        ("--env-args size={a:1}", "--env-args size={a:1}: must be a number, a text"),
         ("--action-distribution gaussian", "does not fit CartPole-v1, whose actions are Discrete"),
         ("--env Pendulum-v1 --action-distribution categorical", "use gaussian or tanh_gaussian"),
         ("--env FrozenLake-misc --normalize-observations", "which is one-hot encoded"),

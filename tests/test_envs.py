@@ -174,6 +174,13 @@ def test_own_environment_that_cannot_be_used(name, message):
         envs.make(name)
 
 
+def test_a_mistake_within_a_module_is_not_hidden(tmp_path, monkeypatch):
+    (tmp_path / "mistaken_environment.py").write_text("import math\nmath.sine\nclass MyEnv: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AttributeError, match="'math' has no attribute 'sine'"):
+        envs.make("mistaken_environment:MyEnv")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [

@@ -24,7 +24,7 @@ from probes import (
 )
 from test_losses import numpy_gae
 
-from purejaxppo import ppo, stats
+from purejaxppo import loop, ppo, stats
 from purejaxppo.agent import (
     Agent,
     OptState,
@@ -623,12 +623,28 @@ def test_a_step_that_is_not_finite_harms_nothing_else(poison, value):
     ):
         np.testing.assert_allclose(actual[:, unharmed], expected[:, unharmed], rtol=1e-6)
         np.testing.assert_allclose(actual[:2], expected[:2], rtol=1e-6)
+    # The step before is followed by the value of its observation, and by nothing else.
+    reward = steps.reward[1] / stats.return_scale(acted.return_stats)
+    expected = reward + hyper.gamma * steps.value[2] - steps.value[1]
+    before = ppo.advantages(setup, acted, data, hyper)[1]
+    np.testing.assert_allclose(before[bad], expected[bad], rtol=1e-4, atol=1e-6)
     valid = np.asarray(steps.valid)
     updated = ppo.update_statistics(acted, steps, hyper)
     samples = np.asarray(steps.obs, np.float64)[valid]
     assert updated.obs_stats.count == updated.return_stats.moments.count == valid.sum()
     np.testing.assert_allclose(updated.obs_stats.mean, samples.mean(0), rtol=1e-5)
     np.testing.assert_allclose(updated.obs_stats.var, samples.var(0), rtol=1e-4)
+
+
+def test_environments_that_begin_anew_begin_their_returns_anew():
+    setup, begun, _ = setup_and_state(Poisoned(), **NORMALIZED)
+    acted, data = rollout(setup, begun, jax.random.key(3))
+    old = ppo.update_statistics(acted, data.transitions, Hyper())
+    assert np.any(old.return_stats.trace)
+    new = loop._with_environments(old, begun)
+    assert not np.any(new.return_stats.trace)
+    assert new.return_stats.moments.count == old.return_stats.moments.count > 0
+    chex.assert_trees_all_equal(new.env_state, begun.env_state)
 
 
 def test_a_run_survives_steps_that_are_not_finite():

@@ -9,6 +9,7 @@ import pytest
 
 from purejaxppo import cli
 from purejaxppo.config import RunOptions, Settings
+from purejaxppo.display import Display
 from purejaxppo.loggers import Tables, swept_columns
 from purejaxppo.report import (
     compare,
@@ -152,6 +153,22 @@ def test_report_command_of_damaged_files(run_dirs, tmp_path, capsys, file, text,
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+def test_directories_of_one_name_are_told_apart(run_dirs, tmp_path):
+    reports = [read_report(shutil.copytree(run_dirs / "b", tmp_path / x / "run")) for x in "ab"]
+    names = {result.name for result in compare(reports, tmp_path / "c.png")}
+    assert names == {str(tmp_path / x / "run") for x in "ab"}
+
+
+def test_ranking_says_how_many_seeds_there_are(capsys):
+    numbers = {"iqm_interval": (0, 1), "iqm": 0, "mean": 0, "area_under_curve": 0, "diverged": 0}
+    settings = [(name, numbers | {"runs": list(range(n))}) for name, n in (("a", 3), ("b", 5))]
+    Display().ranking(settings)
+    Display().ranking(settings[:1] * 2)
+    shown = capsys.readouterr().out
+    assert "2 settings x 3 ... 5 seeds" in shown
+    assert "2 settings x 3 seeds" in shown
 
 
 def test_different_environments_are_not_compared(run_dirs, tmp_path):

@@ -59,6 +59,14 @@ def test_tensorboard_shows_nothing_twice_after_a_resumption(tmp_path):
     assert scalars(tmp_path / "tensorboard" / "run0", "loss") == [(8, 4), (16, 4), (24, 3), (32, 3)]
 
 
+def test_tensorboard_shows_nothing_twice_where_a_training_begins_anew(tmp_path):
+    for done, steps in ((None, (8, 16)), ({0: 0, 1: 0}, (8, 16, 24))):
+        tracked = begin(("tensorboard",), tmp_path, [], done)
+        tracked.write("", rows_of(0, steps, loss=1.0 + len(steps)))
+        tracked.close()
+    assert scalars(tmp_path / "tensorboard" / "run0", "loss") == [(8, 4), (16, 4), (24, 4)]
+
+
 def test_tensorboard_has_the_films(tmp_path):
     gif = tmp_path / "film.gif"
     gif.write_bytes(b"GIF89a and so on")

@@ -217,9 +217,11 @@ def _import(name: str) -> Factory:
     if os.getcwd() not in sys.path:  # where the console script does not look
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"--env {name}: {error}") from None
+    try:
+        return getattr(module, attribute)
     except AttributeError:
         raise ConfigError(f"--env {name}: {module_name} has no {attribute!r}") from None
 
