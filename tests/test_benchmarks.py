@@ -206,11 +206,16 @@ def test_external_table_compares_at_equal_seeds():
         "device": "",
         "peer": {"stable-baselines3": "3"},
     }
-    returns = {"ours": {"1000": 9, "1001": 12, "1002": 99}, "theirs": {"1001": 10, "1000": 10}}
+    ours = {"1000": 9, "1001": 12, "1002": 9, "1003": 99}
+    returns = {"ours": ours, "theirs": {"1002": 10, "1001": 10, "1000": 10}}
     speeds = {"ours": [50.0, 50.0], "theirs": [20.0, 30.0]}
     known = {"HalfCheetah-v5": {"returns": returns, "speeds": speeds} | about}
     (line,) = [x for x in external.table(known).splitlines() if x.startswith("| HalfCheetah")]
-    assert "| 2 | 10 | 10 | 0 (-1 ... 2) | **no** | 50 | 25 | 2.0 | 5 |" in line
+    assert "| 3 | 10 | 10 | 0 (-1 ... 2) | **no** | 50 | 25 | 2.0 | 5 |" in line
+    ours["1000"] = ours["1002"] = 11
+    assert "| 3 | 11 | 10 | 1 (1 ... 2) | yes |" in external.table(known)
+    del ours["1000"]
+    assert "| 2 | 12 | 10 | 2 (1 ... 2) | too few seeds |" in external.table(known)
 
 
 def test_ratios_are_taken_pair_by_pair():
