@@ -306,10 +306,11 @@ def _as_vector(tree: Any) -> Array:
     small leaves. Now and then that takes a hundred times as long, it seems where no memory is mapped.
     """
     leaves = jax.tree.leaves(tree)
-    vector, start = jnp.zeros(sum(leaf.size for leaf in leaves)), 0
-    for leaf in leaves:
+    start = sum(leaf.size for leaf in leaves)
+    vector = jnp.zeros(start)
+    for leaf in reversed(leaves):
+        start -= leaf.size
         vector = jax.lax.dynamic_update_slice(vector, jnp.ravel(leaf), (start,))
-        start += leaf.size
     return vector
 
 
