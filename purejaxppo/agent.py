@@ -304,6 +304,8 @@ def _as_vector(tree: Any) -> Array:
 
     XLA on CPUs fuses a concatenation with what it is made of, and then reads masked beyond the end of
     small leaves. Now and then that takes a hundred times as long, it seems where no memory is mapped.
+    What is written first becomes a fill of the whole vector, and is fused too: it is a kernel's gradient,
+    a product, which stays by itself. The sum for log_std would be taken for every number of the vector.
     """
     leaves = jax.tree.leaves(tree)
     start = sum(leaf.size for leaf in leaves)
