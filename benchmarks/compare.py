@@ -208,7 +208,7 @@ def table(results: dict[str, Any]) -> str:
 
 def page(results: dict[str, Any]) -> str:
     """The table with what it needs to be understood."""
-    versions = next(r["versions"] for r in results.values())
+    versions = {who: found for r in results.values() for who, found in r["versions"].items()}
     shown = "; ".join(
         f"{who}: {', '.join(f'{n} {v}' for n, v in found.items())}"
         for who, found in versions.items()
