@@ -170,9 +170,8 @@ def page(results: dict[str, Any]) -> str:
         "",
         "![time against runs, environments and steps](scaling.png)",
         "",
-        "A doubling multiplies the time by 2 where cost is linear, by less where there was room. With more "
-        "than 256 environments the layers of a minibatch outgrow the cache (with 1,024 each takes 8 MB, and "
-        "the gradient needs a dozen); 4,096 runs are timed over 4 iterations only.",
+        "A doubling multiplies the time by 2 where cost is linear, by less where there was room. 4,096 runs "
+        "are timed over 4 iterations only.",
     ]
     for part, result in results.items():
         if part == "thousand":

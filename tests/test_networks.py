@@ -14,7 +14,7 @@ from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.distributions import Categorical, Gaussian, MultiCategorical, TanhGaussian
 from purejaxppo.losses import Coefficients, Minibatch, ppo_loss
-from purejaxppo.networks import ACTIVATIONS, CNN_LAYERS, Conv, orthogonal
+from purejaxppo.networks import ACTIVATIONS, CNN_LAYERS, Conv, Torso, orthogonal
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete
 from purejaxppo.values import ConfigError
 
@@ -110,6 +110,24 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
     for convolution in ("patches", "xla"):
         actual = results(Conv(features, size, stride, convolution))
         chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize(("inputs", "features"), [(3, 8), (8, 3)])
+def test_dense_layers_have_the_gradients_of_flax(monkeypatch, backend, inputs, features):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x = jax.random.normal(jax.random.key(0), (5, 4, inputs))
+    ours, plain = Torso((), (features,), "tanh", "auto"), nn.Dense(features)
+    params = ours.init(jax.random.key(1), x)["params"]
+
+    def of_ours(params, x):
+        return jnp.sum(jnp.sin(ours.apply({"params": params}, x)))
+
+    def of_flax(params, x):
+        return jnp.sum(jnp.sin(nn.tanh(plain.apply({"params": params["Dense_0"]}, x))))
+
+    both = (jax.grad(loss, argnums=(0, 1))(params, x) for loss in (of_ours, of_flax))
+    chex.assert_trees_all_close(*both, rtol=1e-5, atol=1e-6)
 
 
 ATARI = Box(0, 255, (84, 84, 4), "uint8")
