@@ -204,6 +204,8 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
     act = functools.partial(_act, setup, state.params, state.obs_stats)
     actor, (transitions, episodes) = jax.lax.scan(act, actor, steps)
     env_state = env.end_rollout(actor.env_state)
+    if not setup.agent.network.shared_torso:
+        transitions = transitions.replace(value=_values(setup, state, transitions))
     state = state.replace(env_state=env_state, first=actor.first, carry=actor.carry)
     return state, Rollout(transitions, episodes, actor.final_obs)
 
@@ -248,6 +250,23 @@ def _act(
         mask = timestep.truncated.reshape(batch + (1,) * (obs.ndim - 1))
         final_obs = final_obs.at[slot].set(jnp.where(mask, timestep.obs, final_obs[slot]))
     return Actor(env_state, episode.ended, output.carry, final_obs), (transition, episode)
+
+
+def _values(setup: Setup, state: TrainState, steps: Transition) -> Array:
+    """[T, N] of a value network that has nothing in common with the policy's, after the rollout.
+
+    A few large products instead of small ones in every step, whose values XLA then leaves out. As many
+    observations at a time as an update has, so that it takes no more memory.
+    """
+    parts = setup.config.num_minibatches * num_microbatches(setup)
+    flat = (steps.obs, steps.first)
+    flat = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[2:]), flat)
+
+    def part(batch: tuple[Array, Array]) -> Array:
+        obs, first = batch
+        return setup.agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
+
+    return jax.lax.map(part, flat).reshape(steps.value.shape)
 
 
 def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> Array:

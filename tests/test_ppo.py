@@ -168,6 +168,18 @@ def test_the_first_ratio_is_one():
     assert first_ratio(setup, updated, data.transitions) > 1e-3
 
 
+@pytest.mark.parametrize("options", [{}, {"shared_torso": True}, {"num_steps": 6}])
+def test_values_are_those_of_the_network_that_acted(options):
+    setup, state, hyper = setup_and_state(
+        Poisoned(), Hyper(learning_rate=0.05), **NORMALIZED | options
+    )
+    state, _ = iterate(setup, state, hyper, 10.0)
+    steps = rollout(setup, state, jax.random.key(5))[1].transitions
+    values = setup.agent.apply(state.params, state.obs_stats, steps.obs, (), steps.first).value
+    np.testing.assert_allclose(steps.value, values, rtol=1e-5)
+    assert np.ptp(values) > 0.01
+
+
 def test_an_iteration_takes_its_loss_with_the_statistics_that_acted():
     options = NORMALIZED | SINGLE_UPDATE
     setup, state, hyper = setup_and_state(Poisoned(), Hyper(learning_rate=0.05), **options)
