@@ -5,6 +5,7 @@ seeds (or --seeds) that nothing was tuned on, measures random policies the same 
     python -m benchmarks.learning --suite gymnax --env CartPole-v1 --env Acrobot-v1
     python -m benchmarks.learning --suite minatar --seeds 4
     python -m benchmarks.learning --suite envpool --seeds 1 --env envpool/Pong-v5
+    python -m benchmarks.learning --suite envpool --more 1 --env envpool/Pong-v5
 """
 
 from __future__ import annotations
@@ -107,22 +108,38 @@ def untrained_scores(settings: Settings, env: Any) -> np.ndarray:
     return episodes.score.mean(axis=1)
 
 
-def train(env_name: str, num_seeds: int, target: Target) -> dict[str, Any]:
-    """summary.json of the command a user would type with the benchmark's seeds, and its curves."""
+def train(env_name: str, target: Target, num_seeds: int, first_seed: int) -> dict[str, Any]:
+    """`outcome` of the command a user would type, with the benchmark's seeds."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [sys.executable, "-m", "purejaxppo.run", "--env", env_name]
-        command += ["--seed", str(FIRST_SEED), "--num-seeds", str(num_seeds)]
+        command += ["--seed", str(first_seed), "--num-seeds", str(num_seeds)]
         command += ["--run-dir", str(run_dir), "--eval-every", "0"]
         if target.steps:
             command += ["--total-timesteps", str(target.steps)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        config = yaml.safe_load((run_dir / "config.yaml").read_text())
-        with (run_dir / "metrics.csv").open(newline="") as lines:
-            rows = list(csv.DictReader(lines))
-        curves = [Curve.of(rows, run) for run in range(num_seeds)]
-        summary = json.loads((run_dir / "summary.json").read_text())
-    return summary | {"config": config, "curves": curves}
+        return outcome(run_dir, target)
+
+
+def outcome(run_dir: Path, target: Target) -> dict[str, Any]:
+    """What the files of a training say: its settings, and returns and curves of its seeds."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    summary = json.loads((run_dir / "summary.json").read_text())
+    with (run_dir / "metrics.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    returns = summary["evaluation"]["return_per_run"]
+    curves = [Curve.of(rows, run) for run in range(len(returns))]
+    if target.games:
+        returns = [curve.last(target.games) for curve in curves]
+    return {
+        "env_args": config["env_args"],
+        "steps": config["total_timesteps"],
+        "eval_episodes": summary["evaluation"]["episodes"],
+        "returns": returns,
+        "curves": [curve.tenths(config["total_timesteps"]) for curve in curves],
+        "versions": summary["versions"],
+        "device": summary["device"],
+    }
 
 
 @dataclass(frozen=True)
@@ -159,23 +176,16 @@ class Curve:
 
 def measure(suite: str, env_name: str, num_seeds: int) -> dict[str, Any]:
     """What a training and the random policies reach in one environment."""
-    target = SUITES[suite][env_name]
-    summary = train(env_name, num_seeds, target)
-    env_args, steps = summary["config"]["env_args"], summary["config"]["total_timesteps"]
-    returns = summary["evaluation"]["return_per_run"]
-    if target.games:
-        returns = [curve.last(target.games) for curve in summary["curves"]]
-    return {
-        "env": env_name,
-        "env_args": env_args,
-        "steps": steps,
-        "eval_episodes": summary["evaluation"]["episodes"],
-        "returns": returns,
-        "curves": [curve.tenths(steps) for curve in summary["curves"]],
-        **random_returns(env_name, env_args),
-        "versions": summary["versions"],
-        "device": summary["device"],
-    }
+    trained = train(env_name, SUITES[suite][env_name], num_seeds, FIRST_SEED)
+    return {"env": env_name} | trained | random_returns(env_name, trained["env_args"])
+
+
+def add_seeds(result: dict[str, Any], further: dict[str, Any]) -> None:
+    """Adds the `outcome` of further seeds to a measurement of the same training."""
+    for name in ("env_args", "steps", "eval_episodes"):
+        assert further[name] == result[name], f"{name}: {further[name]} is not {result[name]}"
+    for name in {"returns", "curves"} & result.keys():  # older measurements have no curves
+        result[name] += further[name]
 
 
 def met(result: dict[str, Any], target: Target) -> bool:
@@ -242,6 +252,7 @@ def main() -> int:
     parser.add_argument("--suite", choices=SUITES, default="gymnax")
     parser.add_argument("--env", action="append", help="only this one; may be repeated")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--more", type=int, help="so many seeds beside those that are stored")
     parser.add_argument(
         "--random-only",
         action="store_true",
@@ -254,6 +265,9 @@ def main() -> int:
     for name in arguments.env or targets:
         if arguments.random_only:
             known[name] |= random_returns(name, known[name]["env_args"])
+        elif arguments.more:
+            first = FIRST_SEED + len(known[name]["returns"])
+            add_seeds(known[name], train(name, targets[name], arguments.more, first))
         else:
             known[name] = measure(arguments.suite, name, arguments.seeds)
         print(f"{name}: met {met(known[name], targets[name])}", flush=True)
