@@ -255,8 +255,8 @@ def _act(
 def _values(setup: Setup, state: TrainState, steps: Transition) -> Array:
     """[T, N] of a value network that has nothing in common with the policy's, after the rollout.
 
-    A few large products instead of small ones in every step, whose values XLA then leaves out. As many
-    observations at a time as an update has, so that it takes no more memory.
+    A few large products in place of small ones in every step, which XLA leaves out as nothing reads them.
+    As many observations at a time as an update has, so that this takes no more memory.
     """
     parts = setup.config.num_minibatches * num_microbatches(setup)
     flat = (steps.obs, steps.first)
