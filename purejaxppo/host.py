@@ -43,6 +43,7 @@ def train(settings: Settings) -> int:
         return _train(settings)
     finally:
         gc.enable()
+        gc.unfreeze()  # or a process that trains again and again keeps all of it
 
 
 def _train(settings: Settings) -> int:
@@ -98,6 +99,11 @@ def _run(
         for number, training in enumerate(trainings):
             if interrupt.check():
                 break
+            if (
+                number
+            ):  # the code of the program before; Linux gives a process room for some 70 programs
+                gc.unfreeze()
+                gc.collect()
             if len(trainings) > 1:
                 display.say(f"program {number + 1} of {len(trainings)}: {training.description}")
             with Writer(directory.checkpoints(number), run.keep, about) as writer:

@@ -301,7 +301,8 @@ class Training:
         # What the last update did shows in no loss.
         self._diverged |= ~finite(self.trainer.fetch_whole(self._states.params, self._whole.params))
         self._save()
-        del self._states  # a sweep's next program needs the room
+        # A sweep's next program needs the room.
+        del self._states, self._chunk, self._evaluate, self.trainer
 
     def _iterations(self, steps: float) -> int:
         """So many environment steps in iterations, at least one; all of them for none."""

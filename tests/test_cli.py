@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import jax
 import numpy as np
@@ -186,6 +187,25 @@ def test_sweep(tmp_path, capsys):
     assert config["num_envs"] == best["swept"]["num_envs"]
     returns = json.loads((again / "summary.json").read_text())["evaluation"]["return_per_run"]
     np.testing.assert_allclose(returns, final, rtol=1e-6)
+
+
+def test_a_sweep_lets_go_of_its_programs(tmp_path, monkeypatch):
+    """A process in which there are more than some seventy is aborted."""
+    compiled, alive = [], []
+
+    def compile_program(self):
+        alive.append(sum(program() is not None for program in compiled))
+        compile_training(self)
+        compiled.extend(weakref.ref(x) for x in (self.trainer, self._chunk))
+
+    compile_training = Training._compile
+    monkeypatch.setattr(Training, "_compile", compile_program)
+    status = train(
+        "--env", "CartPole-v1", "--total-timesteps", "64", "--sweep", "num_envs=1,2,4",
+        "--eval-episodes", "0", "--run-dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert status == 0
+    assert alive == [0, 0, 0]
 
 
 def test_environments_divided_among_devices(tmp_path, capsys):
