@@ -99,9 +99,8 @@ def _run(
         for number, training in enumerate(trainings):
             if interrupt.check():
                 break
-            if (
-                number
-            ):  # the code of the program before; Linux gives a process room for some 70 programs
+            if number:
+                # The code of the program before. Linux gives a process room for some 70 of them.
                 gc.unfreeze()
                 gc.collect()
             if len(trainings) > 1:

@@ -259,10 +259,9 @@ def _values(setup: Setup, state: TrainState, steps: Transition) -> Array:
     As many observations at a time as an update has, so that this takes no more memory.
     """
     parts = setup.config.num_minibatches * num_microbatches(setup)
-    flat = (steps.obs, steps.first)
-    flat = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[2:]), flat)
+    flat = [x.reshape(parts, -1, *x.shape[2:]) for x in (steps.obs, steps.first)]
 
-    def part(batch: tuple[Array, Array]) -> Array:
+    def part(batch: list[Array]) -> Array:
         obs, first = batch
         return setup.agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
 
