@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from benchmarks.throughput import whole
-from purejaxppo import machine, networks
+from purejaxppo import convolutions, machine
 from purejaxppo.config import RunOptions, load_settings
 from purejaxppo.train import make_setup
 
@@ -38,7 +38,7 @@ def main() -> None:
     given = parser.parse_args()
     machine.configure(RunOptions(compilation_cache=False), 1)
     settings = load_settings(given.env)
-    networks.convolve_xla = flax_convolution
+    convolutions.convolve_xla = flax_convolution
     rates: dict[str, list[float]] = {"patches": [], "xla": []}
     for _ in range(given.repeats):
         for name, each in rates.items():

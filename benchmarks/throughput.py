@@ -29,8 +29,8 @@ import numpy as np
 
 from purejaxppo import machine, ppo
 from purejaxppo.config import load_settings
+from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import noise_size
-from purejaxppo.networks import conv_shapes
 from purejaxppo.train import MAX_CHUNK, Plan, Trainer, as_arrays, make_setup, stack_hypers
 
 RESULTS = Path(__file__).parent / "results"

@@ -15,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 from purejaxppo import stats
 from purejaxppo.config import Config, Hyper
+from purejaxppo.convolutions import CNN_LAYERS, CnnLayers, conv_shapes
 from purejaxppo.distributions import (
     Categorical,
     Distribution,
@@ -22,14 +23,7 @@ from purejaxppo.distributions import (
     MultiCategorical,
     TanhGaussian,
 )
-from purejaxppo.networks import (
-    CNN_LAYERS,
-    ActorCritic,
-    CnnLayers,
-    NetworkOutput,
-    conv_shapes,
-    init_params,
-)
+from purejaxppo.networks import ActorCritic, NetworkOutput, init_params
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
 from purejaxppo.values import ConfigError, show_cnn_layers
 

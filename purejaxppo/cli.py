@@ -18,9 +18,9 @@ import tyro
 
 from purejaxppo import envs, report, rundir, values
 from purejaxppo.config import Settings, load_settings, shipped_config
+from purejaxppo.convolutions import CnnLayers
 from purejaxppo.display import Display
 from purejaxppo.host import train
-from purejaxppo.networks import CnnLayers
 from purejaxppo.policy import load_all_policies, load_policy, play
 from purejaxppo.rundir import RunDirectory
 from purejaxppo.validation import require, validate_run

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 import yaml
 from flax import struct
 
-from purejaxppo.networks import CnnLayers
+from purejaxppo.convolutions import CnnLayers
 from purejaxppo.values import ConfigError, EnvArgs, coerce, suggest, thaw
 
 
@@ -65,7 +65,8 @@ class Config:
     activation: str | None = None
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"
-    """How a convolution is computed: by a product of patches, as on a CPU by default, or by XLA's."""
+    """How a convolution is computed: by a product of patches or by XLA's. By default the latter, and on a
+    CPU the former or, of many channels, by Winograd's filters."""
     action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
     """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
     log_std: Literal["parameter", "state"] = "parameter"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -15,21 +14,14 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes, multiply
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "tanh": nn.tanh,
     "relu": nn.relu,
     "swish": nn.swish,
     "gelu": nn.gelu,
     "elu": nn.elu,
-}
-
-CnnLayers = tuple[tuple[int, int, int], ...]  # (features, kernel, stride) of each
-
-# Mnih et al. (2015), and Young & Tian (2019).
-CNN_LAYERS: dict[str, CnnLayers] = {
-    "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
-    "minatar": ((16, 3, 1),),
-    "flat": (),
 }
 
 
@@ -42,150 +34,9 @@ class NetworkOutput(struct.PyTreeNode):
     carry: Any  # the torso's memory after this observation, () without one
 
 
-class Conv(nn.Module):
-    """A convolution without padding, with the parameters of `flax.linen.Conv`."""
-
-    features: int
-    size: int
-    stride: int
-    convolution: Literal["auto", "patches", "xla"]
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        """X [..., H, W, C], which may be bytes -> [..., H', W', features]."""
-        shape = (self.size, self.size, x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        how = self.convolution
-        if how == "auto":
-            how = "patches" if jax.default_backend() == "cpu" else "xla"
-        convolve = convolve_patches if how == "patches" else convolve_xla
-        return convolve(x, kernel, self.stride) + bias
-
-
-class ConvShape(NamedTuple):
-    """What a convolution multiplies for one image."""
-
-    positions: int  # of its kernel, H' * W'
-    patch: int  # numbers under the kernel, k * k * C
-    features: int
-
-
-def conv_shapes(layers: CnnLayers, shape: tuple[int, ...]) -> list[ConvShape]:
-    """Of convolutions one after another, of an image [H, W, C].
-
-    Raises:
-        ValueError: a kernel is larger than what it is applied to.
-    """
-    shapes = []
-    for features, size, stride in layers:
-        if len(shape) != 3 or min(shape[:2]) < size:
-            raise ValueError(f"a kernel of {size} does not fit {list(shape)}")
-        height, width, channels = shape
-        shape = ((height - size) // stride + 1, (width - size) // stride + 1, features)
-        shapes.append(ConvShape(shape[0] * shape[1], size * size * channels, features))
-    return shapes
-
-
-def convolve_xla(x: Array, kernel: Array, stride: int) -> Array:
-    """[..., H', W', F] of x [..., H, W, C] and kernel [k, k, C, F], without padding.
-
-    Bytes, 0 ... 255, stand for 0 ... 1.
-    """
-    images = _in_float(x).reshape(-1, *x.shape[-3:])
-    layout = ("NHWC", "HWIO", "NHWC")
-    out = jax.lax.conv_general_dilated(
-        images, kernel, (stride, stride), "VALID", None, None, layout
-    )
-    return out.reshape(*x.shape[:-3], *out.shape[1:])
-
-
-def convolve_patches(x: Array, kernel: Array, stride: int) -> Array:
-    """What `convolve_xla` gives, as one matrix product over patches.
-
-    Inside a scan on a CPU, where all of a training is, this is several times faster. Blocks of
-    stride x stride pixels become channels first, so that few slices make the patches, and bytes
-    become numbers last. Without the barriers that is a tenth slower.
-    """
-    size, _, channels, features = kernel.shape
-    height, width = ((side - size) // stride + 1 for side in x.shape[-3:-1])
-    span = -(-size // stride)  # blocks that a kernel covers
-    blocks = []
-    for axis, count in ((x.ndim - 3, height + span - 1), (x.ndim - 2, width + span - 1)):
-        x = _resized(x, axis, count * stride)
-        blocks += [count, stride]
-    batch = x.shape[:-3]
-    x = jnp.swapaxes(x.reshape(*batch, *blocks, channels), -4, -3)
-    x = _barrier(x.reshape(*batch, blocks[0], blocks[2], stride * stride * channels))
-    patches = _patches(x, height, width, span)
-    for axis in (0, 1):
-        kernel = _resized(kernel, axis, span * stride)
-    kernel = kernel.reshape(span, stride, span, stride, channels, features).swapaxes(1, 2)
-    return _multiply(_barrier(_in_float(patches)), kernel.reshape(-1, features))
-
-
-def _patches(x: Array, height: int, width: int, span: int) -> Array:
-    """[..., height, width, span * span * C] of x [..., H, W, C], bytes moved four at a time."""
-    in_words = x.dtype == jnp.uint8 and x.shape[-1] % 4 == 0
-    if in_words:
-        x = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 4), jnp.uint32)
-    offsets = itertools.product(range(span), repeat=2)
-    patches = jnp.concatenate(
-        [x[..., i : i + height, j : j + width, :] for i, j in offsets], axis=-1
-    )
-    if in_words:
-        patches = jax.lax.bitcast_convert_type(patches, jnp.uint8)
-        patches = patches.reshape(*patches.shape[:-2], -1)
-    return patches
-
-
-_barrier = jax.lax.optimization_barrier
-
-
-def _in_float(x: Array) -> Array:
-    """Bytes as 0 ... 1, other numbers as they are."""
-    return x.astype(jnp.float32) / 255.0 if x.dtype == jnp.uint8 else x
-
-
-@jax.custom_vjp
-def _multiply(x: Array, kernel: Array) -> Array:
-    """[..., P] @ [P, F], of which CPUs take the gradient fast."""
-    return x @ kernel
-
-
-def _multiply_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return x @ kernel, (x, kernel)
-
-
-def _multiply_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    """The kernel's gradient, x.T @ grad, from a copy of one transposed.
-
-    XLA on CPUs would rather multiply x's transpose as it lies, at half the speed. Of the two ways to
-    avoid it the one that moves fewer numbers.
-    """
-    x, kernel = saved
-    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    if jax.default_backend() != "cpu":
-        of_kernel = rows.T @ grads
-    elif rows.size < grads.size + kernel.size:
-        of_kernel = _barrier(rows.T) @ grads
-    else:
-        of_kernel = _barrier(_barrier(grads.T) @ rows).T
-    return grad @ kernel.T, of_kernel
-
-
-_multiply.defvjp(_multiply_forward, _multiply_backward)
-
-
 def _dense(features: int) -> nn.Dense:
     """A dense layer with the fast gradient."""
-    return nn.Dense(features, dot_general=lambda x, kernel, *_, **__: _multiply(x, kernel))
-
-
-def _resized(x: Array, axis: int, size: int) -> Array:
-    """X cut, or filled up with zeros, to `size` along an axis."""
-    x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
-    return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+    return nn.Dense(features, dot_general=lambda x, kernel, *_, **__: multiply(x, kernel))
 
 
 class Torso(nn.Module):

@@ -47,7 +47,7 @@ from purejaxppo.losses import (
 from purejaxppo.types import Episode, Metrics, PyTree, Rollout, Scalar, TrainState, Transition
 
 # Bytes of activations that a CPU multiplies fastest at a time.
-_CACHED = 32 * 2**20
+_CACHED = 48 * 2**20
 
 
 class Setup(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from purejaxppo.config import Config, Hyper, RunOptions, Settings
-from purejaxppo.networks import CNN_LAYERS
+from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.validation import validate
 from purejaxppo.values import ConfigError, coerce, show_cnn_layers, suggest
 

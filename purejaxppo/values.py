@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from purejaxppo.networks import CNN_LAYERS, CnnLayers
+from purejaxppo.convolutions import CNN_LAYERS, CnnLayers
 
 EnvArgs = tuple[tuple[str, Any], ...]
 

@@ -15,7 +15,7 @@ from purejaxppo.config import (
     make_settings,
     shipped_config,
 )
-from purejaxppo.networks import CNN_LAYERS
+from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.validation import validate
 from purejaxppo.values import (
     ConfigError,

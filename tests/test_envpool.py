@@ -13,7 +13,7 @@ from probes import Probe
 
 from purejaxppo import cli, envs, ppo, stats
 from purejaxppo.config import Config, Hyper, load_settings
-from purejaxppo.networks import CNN_LAYERS
+from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.policy import load_policy
 from purejaxppo.policy import play as play_policy
 from purejaxppo.spaces import Box, Discrete

@@ -9,12 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from purejaxppo import stats
+from purejaxppo import convolutions, stats
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
+from purejaxppo.convolutions import (
+    CNN_LAYERS,
+    Conv,
+    convolve_patches,
+    convolve_winograd,
+    convolve_xla,
+)
 from purejaxppo.distributions import Categorical, Gaussian, MultiCategorical, TanhGaussian
 from purejaxppo.losses import Coefficients, Minibatch, ppo_loss
-from purejaxppo.networks import ACTIVATIONS, CNN_LAYERS, Conv, Torso, orthogonal
+from purejaxppo.networks import ACTIVATIONS, Torso, orthogonal
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete
 from purejaxppo.values import ConfigError
 
@@ -89,6 +96,8 @@ def test_initial_weights_are_orthogonal_with_the_gain_of_their_layer():
         ((13, 14, 2), 5, 5, 3),  # a kernel that is no multiple of its stride
         ((9, 9, 2), 5, 2, 3),  # pixels between kernels
         ((4, 4, 1), 3, 4, 1),
+        ((9, 10, 3), 5, 3, 1),
+        ((2, 2, 3), 5, 2, 1),  # less than a tile
     ],
 )
 def test_convolutions_are_those_of_flax(shape, features, size, stride):
@@ -98,18 +107,53 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
     params = flax.init(jax.random.key(0), x)
     weight = jnp.float32(rng.normal(size=flax.apply(params, x).shape))
 
-    def results(module):
+    def results(apply):
         def loss(params, x):
-            out = module.apply(params, x)
+            out = apply(params, x)
             return jnp.sum(weight * jnp.tanh(out)), out
 
         (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
         return out, grads
 
-    expected = results(flax)
-    for convolution in ("patches", "xla"):
-        actual = results(Conv(features, size, stride, convolution))
-        chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=2e-5)
+    def apply_with(convolve, params, x):
+        layer = params["params"]
+        return convolve(x, layer["kernel"], stride) + layer["bias"]
+
+    ways = [convolve_patches, convolve_xla]
+    if -(-size // stride) in (2, 3):
+        ways.append(convolve_winograd)
+    expected = results(flax.apply)
+    for convolve in ways:
+        actual = results(functools.partial(apply_with, convolve))
+        chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=4e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "convolution", "shape", "layer", "expected"),
+    [
+        ("cpu", "auto", (32, 84, 84, 4), (32, 8, 4), convolve_winograd),
+        ("cpu", "auto", (4, 8, 20, 20, 32), (64, 4, 2), convolve_winograd),
+        ("cpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_winograd),
+        ("cpu", "auto", (8, 9, 9, 64), (64, 3, 1), convolve_patches),
+        ("cpu", "auto", (32, 9, 9, 64), (64, 1, 1), convolve_patches),
+        ("cpu", "auto", (32, 9, 9, 64), (64, 4, 1), convolve_patches),
+        ("cpu", "auto", (32, 10, 10, 6), (16, 3, 1), convolve_patches),
+        ("cpu", "patches", (32, 9, 9, 64), (64, 3, 1), convolve_patches),
+        ("cpu", "xla", (32, 9, 9, 64), (64, 3, 1), convolve_xla),
+        ("gpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_xla),
+    ],
+)
+def test_the_fastest_convolution_is_taken(
+    monkeypatch, backend, convolution, shape, layer, expected
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    taken = []
+    for way in (convolve_patches, convolve_winograd, convolve_xla):
+        monkeypatch.setattr(
+            convolutions, way.__name__, lambda *_, way=way: taken.append(way) or 0.0
+        )
+    Conv(*layer, convolution).init(jax.random.key(0), jnp.zeros(shape))
+    assert taken == [expected]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])

@@ -1,0 +1,240 @@
+"""Convolutions as what the device computes fastest, and the matrix product they rest on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+CnnLayers = tuple[tuple[int, int, int], ...]  # (features, kernel, stride) of each
+
+# Mnih et al. (2015), and Young & Tian (2019).
+CNN_LAYERS: dict[str, CnnLayers] = {
+    "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
+    "minatar": ((16, 3, 1),),
+    "flat": (),
+}
+
+
+class Conv(nn.Module):
+    """A convolution without padding, with the parameters of `flax.linen.Conv`."""
+
+    features: int
+    size: int
+    stride: int
+    convolution: Literal["auto", "patches", "xla"]
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """X [..., H, W, C], which may be bytes -> [..., H', W', features]."""
+        shape = (self.size, self.size, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        if self.convolution == "auto":
+            convolve = fastest(x, shape, self.stride)
+        else:
+            convolve = convolve_patches if self.convolution == "patches" else convolve_xla
+        return convolve(x, kernel, self.stride) + bias
+
+
+class ConvShape(NamedTuple):
+    """What a convolution multiplies for one image."""
+
+    positions: int  # of its kernel, H' * W'
+    patch: int  # numbers under the kernel, k * k * C
+    features: int
+
+
+def conv_shapes(layers: CnnLayers, shape: tuple[int, ...]) -> list[ConvShape]:
+    """Of convolutions one after another, of an image [H, W, C].
+
+    Raises:
+        ValueError: a kernel is larger than what it is applied to.
+    """
+    shapes = []
+    for features, size, stride in layers:
+        if len(shape) != 3 or min(shape[:2]) < size:
+            raise ValueError(f"a kernel of {size} does not fit {list(shape)}")
+        height, width, channels = shape
+        shape = ((height - size) // stride + 1, (width - size) // stride + 1, features)
+        shapes.append(ConvShape(shape[0] * shape[1], size * size * channels, features))
+    return shapes
+
+
+def convolve_xla(x: Array, kernel: Array, stride: int) -> Array:
+    """[..., H', W', F] of x [..., H, W, C] and kernel [k, k, C, F], without padding.
+
+    Bytes, 0 ... 255, stand for 0 ... 1.
+    """
+    images = _in_float(x).reshape(-1, *x.shape[-3:])
+    layout = ("NHWC", "HWIO", "NHWC")
+    out = jax.lax.conv_general_dilated(
+        images, kernel, (stride, stride), "VALID", None, None, layout
+    )
+    return out.reshape(*x.shape[:-3], *out.shape[1:])
+
+
+def fastest(x: Array, shape: tuple[int, ...], stride: int) -> Callable[[Array, Array, int], Array]:
+    """The convolution of images [..., H, W, C] with a kernel [k, k, C, F] that is fastest here.
+
+    Winograd's products are many and small: with few images XLA takes one core for each.
+    """
+    if jax.default_backend() != "cpu":
+        return convolve_xla
+    many = min(math.prod(x.shape[:-3]), stride**2 * shape[2], shape[3]) >= 32
+    return convolve_winograd if many and _span(shape, stride) in _KERNEL else convolve_patches
+
+
+def convolve_patches(x: Array, kernel: Array, stride: int) -> Array:
+    """What `convolve_xla` gives, as one matrix product over patches.
+
+    Inside a scan on a CPU, where all of a training is, this is several times faster. Bytes become
+    numbers last. Without the barriers that is a tenth slower.
+    """
+    span = _span(kernel.shape, stride)
+    height, width = _positions(x, kernel, stride)
+    x, kernel = _in_blocks(x, kernel, stride, (height + span - 1, width + span - 1))
+    offsets = itertools.product(range(span), repeat=2)
+    patches = [x[..., i : i + height, j : j + width, :] for i, j in offsets]
+    numbers = _in_float(jnp.concatenate(patches, axis=-1))
+    return multiply(_barrier(numbers), kernel.reshape(-1, kernel.shape[-1]))
+
+
+# Winograd's filters F(5 - r, r) of r weights, at the points 0, 1, -1 and infinity: 4 products give
+# 5 - r results, of inputs, weights and products added up as the rows of these matrices say.
+_INPUT = ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, -1, 0, 1))
+_KERNEL = {
+    2: ((1, 0), (0.5, 0.5), (0.5, -0.5), (0, 1)),
+    3: ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1)),
+}
+_RESULT = {2: ((1, 1, 1, 0), (0, 1, -1, 0), (0, 1, 1, 1)), 3: ((1, 1, 1, 0), (0, 1, -1, 1))}
+
+
+def convolve_winograd(x: Array, kernel: Array, stride: int) -> Array:
+    """What `convolve_xla` gives, with less than half the multiplications (Lavin & Gray, 2016).
+
+    The image is cut into tiles of 4 x 4 blocks that overlap. In each, 16 sums of blocks are
+    multiplied by 16 sums of weights, and sums of the products are 3 x 3 or 2 x 2 results, of kernels
+    that cover 2 x 2 or 3 x 3 blocks. It pays where there are so many channels that sums cost little
+    beside products.
+    """
+    span = _span(kernel.shape, stride)
+    height, width = _positions(x, kernel, stride)
+    tile = 5 - span
+    tiles = [-(-side // tile) for side in (height, width)]
+    sides = [(n + 1) * tile for n in tiles]
+    batch = x.shape[:-3]
+    x, kernel = _in_blocks(x, kernel, stride, sides)
+    images = _in_float(x).reshape(-1, *sides, kernel.shape[2])
+    strips = jnp.stack(_tiles(images, tile, axis=1))
+    inputs = jnp.stack([x.reshape(4, -1, x.shape[-1]) for x in _tiles(strips, tile, axis=3)])
+    matrix = jnp.array(_KERNEL[span], kernel.dtype)
+    weights = jnp.einsum("ij,kl,jlcf->kicf", matrix, matrix, kernel)
+    products = jax.vmap(jax.vmap(multiply))(*_barrier((inputs, weights)))
+    products = products.reshape(4, 4, len(images), *tiles, -1)
+    rows = [_sums(_RESULT[span], jnp.unstack(column)) for column in jnp.unstack(products)]
+    cells = [jnp.stack(_sums(_RESULT[span], row), axis=3) for row in zip(*rows, strict=True)]
+    out = jnp.stack(cells, axis=2).reshape(len(images), *(n * tile for n in tiles), -1)
+    return out[:, :height, :width].reshape(*batch, height, width, -1)
+
+
+def _tiles(x: Array, tile: int, axis: int) -> list[Array]:
+    """4 arrays [..., n, ...], the sums of inputs of n tiles, of x [..., (n + 1) * tile, ...]."""
+    shape = (*x.shape[:axis], -1, tile, *x.shape[axis + 1 :])
+    parts = jnp.unstack(x.reshape(shape), axis=axis + 1)
+    own = [jax.lax.slice_in_dim(part, 0, -1, axis=axis) for part in parts]
+    next_ones = [jax.lax.slice_in_dim(part, 1, None, axis=axis) for part in parts[: 4 - tile]]
+    return _sums(_INPUT, own + next_ones)
+
+
+def _sums(matrix: Sequence[Sequence[float]], parts: Sequence[Array]) -> list[Array]:
+    """For each row of a matrix the parts added up with its weights."""
+    sums = []
+    for row in matrix:
+        terms = [weight * part for weight, part in zip(row, parts, strict=True) if weight]
+        sums.append(functools.reduce(jnp.add, terms))
+    return sums
+
+
+def _span(shape: tuple[int, ...], stride: int) -> int:
+    """Blocks of stride x stride pixels that a kernel of a shape [k, k, C, F] covers in a row."""
+    return -(-shape[0] // stride)
+
+
+def _positions(x: Array, kernel: Array, stride: int) -> tuple[int, int]:
+    """H' and W', how often the kernel [k, k, C, F] fits images [..., H, W, C]."""
+    height, width = ((side - len(kernel)) // stride + 1 for side in x.shape[-3:-1])
+    return height, width
+
+
+def _in_blocks(x: Array, kernel: Array, stride: int, sides: Sequence[int]) -> tuple[Array, Array]:
+    """Images [..., *sides, S] and a kernel [r, r, S, F] that need no stride to give the same.
+
+    Blocks of stride x stride pixels become channels. Images are cut, or filled up with zeros, to
+    `sides` blocks. Bytes are moved, and given back, as words of four where channels allow it.
+    """
+    if x.dtype == jnp.uint8 and x.shape[-1] % 4 == 0:
+        x = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 4), jnp.uint32)
+    batch = x.shape[:-3]
+    for axis, side in zip((x.ndim - 3, x.ndim - 2), sides, strict=True):
+        x = _resized(x, axis, side * stride)
+    x = x.reshape(*batch, sides[0], stride, sides[1], stride, -1)
+    x = _barrier(jnp.swapaxes(x, -4, -3).reshape(*batch, *sides, -1))
+    span = _span(kernel.shape, stride)
+    for axis in (0, 1):
+        kernel = _resized(kernel, axis, span * stride)
+    kernel = kernel.reshape(span, stride, span, stride, *kernel.shape[2:]).swapaxes(1, 2)
+    return x, kernel.reshape(span, span, -1, kernel.shape[-1])
+
+
+_barrier = jax.lax.optimization_barrier
+
+
+def _in_float(x: Array) -> Array:
+    """Bytes, or words of four, as 0 ... 1, other numbers as they are."""
+    if x.dtype == jnp.uint32:
+        x = jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+    return x.astype(jnp.float32) / 255.0 if x.dtype == jnp.uint8 else x
+
+
+def _resized(x: Array, axis: int, size: int) -> Array:
+    """X cut, or filled up with zeros, to `size` along an axis."""
+    x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+    return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+
+
+@jax.custom_vjp
+def multiply(x: Array, kernel: Array) -> Array:
+    """[..., P] @ [P, F], of which CPUs take the gradient fast."""
+    return x @ kernel
+
+
+def _multiply_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x @ kernel, (x, kernel)
+
+
+def _multiply_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    """The kernel's gradient, x.T @ grad, from a copy of one transposed.
+
+    XLA on CPUs would rather multiply x's transpose as it lies, at half the speed. That of grad is
+    taken where x is much larger.
+    """
+    x, kernel = saved
+    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    if jax.default_backend() != "cpu":
+        of_kernel = rows.T @ grads
+    elif rows.size <= 2 * grads.size + kernel.size:
+        of_kernel = _barrier(rows.T) @ grads
+    else:
+        of_kernel = _barrier(_barrier(grads.T) @ rows).T
+    return grad @ kernel.T, of_kernel
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)
