@@ -31,7 +31,15 @@ from purejaxppo import machine, ppo
 from purejaxppo.config import load_settings
 from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import noise_size
-from purejaxppo.train import MAX_CHUNK, Plan, Trainer, as_arrays, make_setup, stack_hypers
+from purejaxppo.train import (
+    MAX_CHUNK,
+    Plan,
+    Trainer,
+    as_arrays,
+    cpu_options,
+    make_setup,
+    stack_hypers,
+)
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -106,7 +114,7 @@ def parts(setup: ppo.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
     remaining = jnp.ones(())
     options = {}
     if jax.default_backend() == "cpu":
-        options["compiler_options"] = {"xla_backend_optimization_level": 1}  # as in training
+        options["compiler_options"] = cpu_options(setup, 1)
 
     def compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
         return jax.jit(function, **options).lower(*arguments).compile()

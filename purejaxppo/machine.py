@@ -26,8 +26,7 @@ def configure(run: RunOptions, num_runs: int) -> None:
     Raises:
         ConfigError: the other processes cannot be reached.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    wanted = cores or 1
+    wanted = num_cores()
     if run.shard == "runs" and not run.distributed:
         wanted = min(wanted, num_runs)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
@@ -46,6 +45,12 @@ def configure(run: RunOptions, num_runs: int) -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache / "purejaxppo"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return len(affinity) or os.cpu_count() or 1
 
 
 def _join(run: RunOptions) -> None:

@@ -16,7 +16,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from purejaxppo import envs, ppo
+from purejaxppo import envs, machine, ppo
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
@@ -274,13 +274,9 @@ class Trainer:
         effort: int = 1,
         **jit_options: Any,
     ) -> Any:
-        """Jitted: function(state, hyper, shared) of each run, in blocks on every device.
-
-        Level 1 of XLA's effort compiles a third faster on a CPU than its default and runs as fast;
-        level 0 compiles twice as fast, for what runs once.
-        """
+        """Jitted: function(state, hyper, shared) of each run, in blocks on every device."""
         if jax.default_backend() == "cpu":
-            jit_options["compiler_options"] = {"xla_backend_optimization_level": effort}
+            jit_options["compiler_options"] = cpu_options(self.setup, effort)
 
         def blocks(states: PyTree, hypers: Hyper, shared: PyTree) -> PyTree:
             if AXIS in state_spec:
@@ -302,6 +298,19 @@ class Trainer:
             check_vma=False,
         )
         return jax.jit(sharded, **jit_options)
+
+
+def cpu_options(setup: ppo.Setup, effort: int) -> dict[str, Any]:
+    """How XLA compiles for CPUs.
+
+    Level 1 of its effort compiles a third faster than its default and runs as fast; level 0 compiles
+    twice as fast, for what runs once. YNNPACK takes one core for each of Winograd's small products,
+    which is no use where a program has all cores for its one device.
+    """
+    options: dict[str, Any] = {"xla_backend_optimization_level": effort}
+    if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
+        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
+    return options
 
 
 def run_shapes(setup: ppo.Setup, hyper: Hyper) -> TrainState:

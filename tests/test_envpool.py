@@ -11,13 +11,13 @@ from flax import struct
 from PIL import Image, ImageSequence
 from probes import Probe
 
-from purejaxppo import cli, envs, ppo, stats
+from purejaxppo import cli, envs, machine, ppo, stats
 from purejaxppo.config import Config, Hyper, load_settings
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.policy import load_policy
 from purejaxppo.policy import play as play_policy
 from purejaxppo.spaces import Box, Discrete
-from purejaxppo.train import as_arrays, make_setup, make_train
+from purejaxppo.train import as_arrays, cpu_options, make_setup, make_train
 from purejaxppo.types import Episode, TimeStep
 from purejaxppo.values import ConfigError
 
@@ -251,6 +251,21 @@ def test_atari_trains_on_pixels(tmp_path):
     policy = load_policy(tmp_path / "run")
     assert policy.agent.network.cnn_layers == CNN_LAYERS["nature"]
     assert policy(np.zeros((3, 84, 84, 4), np.uint8)).shape == (3,)
+
+
+@needs_envpool
+@pytest.mark.parametrize(
+    ("env", "cores", "all_cores"),
+    [("Pong-v5", 2, True), ("Pong-v5", 1, False), ("CartPole-v1", 2, False)],
+)
+def test_products_of_convolutions_are_split_over_cores(monkeypatch, env, cores, all_cores):
+    monkeypatch.setattr(machine, "num_cores", lambda: cores)
+    setup = make_setup(load_settings(f"envpool/{env}").config)
+    options = cpu_options(setup, effort=1)
+    assert options.pop("xla_backend_optimization_level") == 1
+    assert bool(options) == all_cores
+    compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile(options)
+    np.testing.assert_array_equal(compiled(jnp.ones((8, 8))), 8.0)
 
 
 @needs_envpool
