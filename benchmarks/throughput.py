@@ -162,6 +162,7 @@ def roofline(setup: ppo.Setup) -> dict[str, float]:
 
     Matrix products at the rate of a large one, activations at that of tanh, and bytes at that of a
     copy: the samples once an epoch, parameters and Adam's moments once a minibatch, there and back.
+    Convolutions are counted as products of patches; Winograd's filters may need less.
     """
     config, env, agent = setup
     shapes = jax.eval_shape(agent.init, jax.random.key(0), load_settings(config.env).hyper)

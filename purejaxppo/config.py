@@ -65,8 +65,8 @@ class Config:
     activation: str | None = None
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"
-    """How a convolution is computed: by a product of patches or by XLA's. By default the latter, and on a
-    CPU the former or, of many channels, by Winograd's filters."""
+    """How a convolution is computed: patches, by a product of them; xla, by XLA's own; auto, as the
+    latter on accelerators, on CPUs as the former or, of many channels, by Winograd's filters."""
     action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
     """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
     log_std: Literal["parameter", "state"] = "parameter"

@@ -304,8 +304,8 @@ def cpu_options(setup: ppo.Setup, effort: int) -> dict[str, Any]:
     """How XLA compiles for CPUs.
 
     Level 1 of its effort compiles a third faster than its default and runs as fast; level 0 compiles
-    twice as fast, for what runs once. YNNPACK takes one core for each of Winograd's small products,
-    which is no use where a program has all cores for its one device.
+    twice as fast, for what runs once. A program with EnvPool has all cores for its one device, and
+    YNNPACK takes only one for each of Winograd's small products: it is left the reductions alone.
     """
     options: dict[str, Any] = {"xla_backend_optimization_level": effort}
     if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:

@@ -128,6 +128,17 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
         chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=4e-5)
 
 
+@pytest.mark.parametrize("channels", [3, 4])
+def test_bytes_of_several_runs_are_convolved_alike(channels):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(0, 256, (2, 5, 20, 17, channels)), jnp.uint8)
+    kernels = jnp.float32(rng.normal(size=(2, 4, 4, channels, 6)))
+    alone = [convolve_xla(run / 255.0, kernel, 2) for run, kernel in zip(x, kernels, strict=True)]
+    for convolve in (convolve_patches, convolve_winograd, convolve_xla):
+        together = jax.vmap(functools.partial(convolve, stride=2))(x, kernels)
+        np.testing.assert_allclose(together, jnp.stack(alone), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("backend", "convolution", "shape", "layer", "expected"),
     [
@@ -135,6 +146,7 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
         ("cpu", "auto", (4, 8, 20, 20, 32), (64, 4, 2), convolve_winograd),
         ("cpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_winograd),
         ("cpu", "auto", (8, 9, 9, 64), (64, 3, 1), convolve_patches),
+        ("cpu", "auto", (32, 6, 9, 64), (64, 3, 1), convolve_patches),  # 4 x 7 positions
         ("cpu", "auto", (32, 9, 9, 64), (64, 1, 1), convolve_patches),
         ("cpu", "auto", (32, 9, 9, 64), (64, 4, 1), convolve_patches),
         ("cpu", "auto", (32, 10, 10, 6), (16, 3, 1), convolve_patches),
