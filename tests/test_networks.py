@@ -125,7 +125,7 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
     expected = results(flax.apply)
     for convolve in ways:
         actual = results(functools.partial(apply_with, convolve))
-        chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=4e-5)
+        chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("channels", [3, 4])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from purejaxppo import spaces
 from purejaxppo.envs.base import finite_or_ended, over_runs
 from purejaxppo.envs.gymnax import convert_space
+from purejaxppo.machine import num_cores
 from purejaxppo.types import Episode, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
 
@@ -79,7 +79,7 @@ class EnvPool:
 
         words = [seed.generate_state(self.num_envs) >> 1 for seed in self.seeds]  # to fit an int32
         size = {"num_envs": len(words) * self.num_envs, "seed": np.concatenate(words).tolist()}
-        size["num_threads"] = min(size["num_envs"], len(os.sched_getaffinity(0)))
+        size["num_threads"] = min(size["num_envs"], num_cores())
         # A program holds the address of its pool, so no other process may find it in the cache.
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
