@@ -38,7 +38,7 @@ def one_save(num_runs: int) -> dict[str, list[float]]:
     """Seconds that saves of freshly begun runs block and take, and the bytes they hold."""
     settings = load_settings(ENV)
     setup = make_setup(settings.config)
-    trainer = Trainer(setup, make_plan(num_runs))
+    trainer = Trainer(setup, make_plan(setup, num_runs))
     hypers = trainer.shard(stack_hypers([settings.hyper] * num_runs))
     whole = saved_shapes(run_shapes(setup, settings.hyper), num_runs)
     measured: dict[str, list[float]] = {"blocking": [], "total": [], "bytes": []}

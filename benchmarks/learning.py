@@ -101,7 +101,9 @@ def untrained_scores(settings: Settings, env: Any) -> np.ndarray:
     """Mean returns [RANDOM_POLICIES] of networks before training."""
     setup = make_setup(settings.config, env)
     vector = envs.vectorize(settings.config, env, settings.run.eval_episodes)
-    trainer = Trainer(setup, make_plan(RANDOM_POLICIES, 4), vector, settings.run.eval_sampled)
+    trainer = Trainer(
+        setup, make_plan(setup, RANDOM_POLICIES, 4), vector, settings.run.eval_sampled
+    )
     seeds = trainer.shard(np.arange(RANDOM_POLICIES, dtype=np.uint32))
     hypers = trainer.shard(stack_hypers([settings.hyper] * RANDOM_POLICIES))
     episodes = trainer.fetch(trainer.evaluate(trainer.init(seeds, hypers, ()), hypers, ()))

@@ -1,4 +1,4 @@
-"""Convolutions as what the device computes fastest, and the matrix product they rest on."""
+"""Convolutions as what the device computes fastest."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from purejaxppo.products import multiply
 
 CnnLayers = tuple[tuple[int, int, int], ...]  # (features, kernel, stride) of each
 
@@ -210,33 +212,3 @@ def _resized(x: Array, axis: int, size: int) -> Array:
     """X cut, or filled up with zeros, to `size` along an axis."""
     x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
     return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
-
-
-@jax.custom_vjp
-def multiply(x: Array, kernel: Array) -> Array:
-    """[..., P] @ [P, F], of which CPUs take the gradient fast."""
-    return x @ kernel
-
-
-def _multiply_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return x @ kernel, (x, kernel)
-
-
-def _multiply_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    """The kernel's gradient, x.T @ grad, from a copy of one transposed.
-
-    XLA on CPUs would rather multiply x's transpose as it lies, at half the speed. That of grad is
-    taken where x is much larger.
-    """
-    x, kernel = saved
-    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    if jax.default_backend() != "cpu":
-        of_kernel = rows.T @ grads
-    elif rows.size <= 2 * grads.size + kernel.size:
-        of_kernel = _barrier(rows.T) @ grads
-    else:
-        of_kernel = _barrier(_barrier(grads.T) @ rows).T
-    return grad @ kernel.T, of_kernel
-
-
-multiply.defvjp(_multiply_forward, _multiply_backward)

@@ -84,7 +84,8 @@ class Training:
             _check_external(self.config, options, len(runs), memory)
             self._lay_out(Plan(len(runs), 1, len(runs)))
         else:
-            self._lay_out(make_plan(len(runs), block, by_environment))
+            setup = make_setup(self.config, self._env)
+            self._lay_out(make_plan(setup, len(runs), block, by_environment))
         self._fit_into(memory)
         rows = options.metrics_rows
         self._interval = -(-self.config.iterations // rows) if rows else 1

@@ -14,7 +14,8 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes, multiply
+from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes
+from purejaxppo.products import multiply
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "tanh": nn.tanh,

@@ -228,7 +228,7 @@ def test_environments_divided_among_devices(tmp_path, capsys):
 def test_memory_decides_the_block(monkeypatch):
     """Eight runs of which four would be a block, with room for less and less."""
     arguments = "--num-seeds 8 --num-envs 8 --total-timesteps 128 --eval-episodes 0"
-    monkeypatch.setattr(loop, "make_plan", lambda n, block, _: Plan(n, 1, block or 4))
+    monkeypatch.setattr(loop, "make_plan", lambda _, n, block, __: Plan(n, 1, block or 4))
     settings = cli.parse([*SMALL.split(), *arguments.split()])
     runs = make_runs(make_settings_of(settings), settings.run)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import scipy.stats
 from jax.flatten_util import ravel_pytree
 from probes import (
     ActionReward,
@@ -23,6 +22,7 @@ from probes import (
     TimeLimit,
 )
 from test_losses import numpy_gae
+from test_shuffles import permutations
 
 from purejaxppo import loop, ppo, stats
 from purejaxppo.agent import (
@@ -135,10 +135,6 @@ def test_learns_a_continuous_action_in_an_asymmetric_box(distribution):
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 # With a single update in an iteration, every ratio of it is one.
 SINGLE_UPDATE = {"num_minibatches": 1, "update_epochs": 1}
-
-
-def permutations(seed, epochs, size):
-    return ppo.permutations(jax.random.bits(jax.random.key(seed), (epochs, size)))
 
 
 def first_ratio(setup, state, steps):
@@ -718,30 +714,6 @@ def test_a_value_of_the_wrong_shape_is_named():
     setup = make_setup(Config(**SMALL), TimeLimit())
     with pytest.raises(AssertionError, match=r"\bvalue\b"):
         trace(setup._replace(agent=WideAgent(**vars(setup.agent))))
-
-
-@pytest.mark.parametrize("size", [1, 2, 64, 100, 1025])
-def test_orders_are_permutations(size):
-    order = np.asarray(permutations(0, 5, size))
-    assert order.dtype == np.int32
-    np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(size), (5, 1)))
-    if size >= 64:
-        assert len(np.unique(order, axis=0)) == 5
-        again = permutations(1, 5, size)
-        assert np.mean(order == again) < 0.1
-        np.testing.assert_array_equal(order, permutations(0, 5, size))
-
-
-@pytest.mark.parametrize("size", [8, 11])
-def test_orders_put_every_sample_anywhere(size):
-    epochs = 4000
-    order = np.asarray(permutations(2, epochs, size))
-    counts = np.stack([np.bincount(order[:, i], minlength=size) for i in range(size)])
-    statistic = np.sum((counts - epochs / size) ** 2) / (epochs / size)
-    assert scipy.stats.chi2.sf(statistic, (size - 1) ** 2) > 1e-3
-    # Neighbours in the rollout are not neighbours in the shuffled order more than by chance.
-    pairs = np.mean(np.diff(order, axis=1) == 1)
-    assert pairs == pytest.approx(1 / size, rel=0.1)
 
 
 def summary_of(value, advantage, ended=False, return_stats=None, valid=True, reward_scale=1.0):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -238,12 +239,23 @@ def test_a_plan_is_filled_up_to_whole_blocks_on_every_device():
 
 def test_a_plan_uses_the_devices_there_are_and_no_more():
     devices = len(jax.devices())
-    assert make_plan(1) == Plan(1, 1, 1)
-    assert make_plan(1000, block=3) == Plan(1000, devices, 3)
-    plan = make_plan(10)
+    setup = make_setup(CONFIG, TimeLimit())
+    assert make_plan(setup, 1) == Plan(1, 1, 1)
+    assert make_plan(setup, 1000, block=3) == Plan(1000, devices, 3)
+    plan = make_plan(setup, 10)
     assert plan.num_devices == min(devices, 10)
-    assert plan.block <= 4
     assert plan.padded - 10 < plan.num_devices * plan.block
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "backend", "block"),
+    [(1, "cpu", 8), (4, "cpu", 8), (8, "cpu", 4), (16, "cpu", 2), (64, "cpu", 1), (64, "gpu", 64)],
+)
+def test_a_block_is_what_fits_the_cache_of_a_core(monkeypatch, num_envs, backend, block):
+    """Minibatches of 32 steps of each environment, of two networks of 2 x 64 units."""
+    setup = make_setup(Config(num_envs=num_envs, num_steps=128, num_minibatches=4))
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=backend)])
+    assert make_plan(setup, 64).block == block
 
 
 def test_a_footprint_lies_above_what_is_compiled_and_not_far():
