@@ -174,8 +174,8 @@ class RunOptions:
     keep: int = 2
     """Latest checkpoints that are kept; 0 for none at all."""
     runs_per_block: Literal["auto"] | int = "auto"
-    """Runs vmapped together on a device at a time. auto: 4 on a CPU and all on an accelerator, or as
-    many as there is memory for."""
+    """Runs vmapped together on a device at a time. auto: what a core's cache holds on a CPU, at most 8,
+    and all on an accelerator, or as many as there is memory for."""
     memory_limit: str | None = None
     """Memory to stay below, as 8GiB: of each accelerator, or of a process that runs on CPUs. By
     default what is free."""

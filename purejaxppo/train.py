@@ -133,7 +133,7 @@ def make_plan(
 
 def _cached_runs(setup: ppo.Setup) -> int:
     """Runs whose minibatches a CPU's core trains fastest together: those that its cache holds."""
-    return min(max(_CACHED // max(_activations(setup), 1), 1), _MOST_CACHED_RUNS)
+    return min(max(_CACHED // _activations(setup), 1), _MOST_CACHED_RUNS)
 
 
 def _activations(setup: ppo.Setup) -> int:
