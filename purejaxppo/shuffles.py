@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-# Of eight rounds no statistic of 200,000 permutations differs from chance, of any size; of four some do.
+# In 200,000 permutations of 2 to 32 samples, pairs come in every order and minibatch as often as by chance
+# after eight rounds, and not after four.
 _NUM_ROUNDS = 8
 BITS = 2 * _NUM_ROUNDS  # random numbers that a permutation takes
 

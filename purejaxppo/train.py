@@ -28,7 +28,7 @@ from purejaxppo.values import ConfigError
 
 # Most iterations a chunk can be asked for: enough that launching it costs nothing.
 MAX_CHUNK = 256
-# Bytes of activations that a CPU core's cache holds: of blocks with more, runs are slower by up to 40%.
+# Bytes of activations that a CPU core's cache holds: of blocks with more, runs are slower by up to 30%.
 _CACHED = 5 * 2**18
 _MOST_CACHED_RUNS = 8  # beyond which nothing was gained
 
