@@ -23,6 +23,7 @@ from purejaxppo.report import write_reports
 from purejaxppo.rundir import RunDirectory, check_options, options_of, write_config
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 from purejaxppo.trackers import Trackers
+from purejaxppo.train import suits_one_thread
 from purejaxppo.values import ConfigError
 
 
@@ -50,7 +51,8 @@ def _train(settings: Settings) -> int:
     started = time.monotonic()
     groups = programs(make_runs(make_settings_of(settings), settings.run))
     runs = sorted((run for group in groups for run in group), key=lambda run: run.number)
-    machine.configure(settings.run, len(runs))
+    configs = [group[0].setting.config for group in groups]
+    machine.configure(settings.run, len(runs), one_thread=all(map(suits_one_thread, configs)))
     memory = machine.memory_for_arrays(settings.run.memory_limit)
     display = Display(quiet=not machine.is_main())
     with contextlib.ExitStack() as held:
@@ -254,6 +256,11 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             caveats.append(
                 f"what anneals was to end at iteration {facts['iterations']:,}: stretched, so not as "
                 "if trained at once"
+            )
+        before, devices = facts.get("devices", training.plan.devices), training.plan.devices
+        if before != devices:
+            caveats.append(
+                f"on {devices} of its devices instead of {before} XLA may round differently"
             )
         now = {
             "block": training.plan.block,

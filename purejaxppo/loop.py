@@ -354,6 +354,7 @@ class Training:
             },
             "block": self.plan.block,
             "shards": self.plan.shards,
+            "devices": self.plan.devices,
             "iterations": self.config.iterations,
         }
 

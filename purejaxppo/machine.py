@@ -20,8 +20,11 @@ from purejaxppo.config import RunOptions
 from purejaxppo.values import ConfigError, parse_bytes
 
 
-def configure(run: RunOptions, num_runs: int) -> None:
+def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
     """Devices, processes and compilation cache; must come before anything runs.
+
+    Args:
+        one_thread: XLA is to use no more for a device of a CPU, unless PJRT_NPROC says how many.
 
     Raises:
         ConfigError: the other processes cannot be reached.
@@ -37,6 +40,15 @@ def configure(run: RunOptions, num_runs: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     if run.distributed:
         _join(run)
+    _configure_cache(run)
+    if one_thread and "PJRT_NPROC" not in os.environ:
+        os.environ["PJRT_NPROC"] = "1"
+        jax.devices()  # which reads it, once
+        del os.environ["PJRT_NPROC"]
+
+
+def _configure_cache(run: RunOptions) -> None:
+    """Where compiled programs are kept."""
     if not run.compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ MAX_CHUNK = 256
 # Bytes of activations that a CPU core's cache holds: of blocks with more, runs are slower by up to 30%.
 _CACHED = 5 * 2**18
 _MOST_CACHED_RUNS = 8  # beyond which nothing was gained
+# Multiplications of a minibatch by hidden layers, and environments, from which a second core pays.
+_FEW_PRODUCTS = 2**23
+_FEW_ENVS = 1024
 
 
 def make_setup(
@@ -111,14 +115,19 @@ class Plan:
         unit = self.num_devices * self.block
         return -(-self.num_runs // unit) * unit
 
+    @property
+    def devices(self) -> str:
+        """One or several: programs for one are rewritten in another way, and may round differently."""
+        return "one" if self.num_devices == 1 else "several"
+
 
 def make_plan(
     setup: ppo.Setup, num_runs: int, block: int | None = None, shard_environments: bool = False
 ) -> Plan:
     """The layout of runs on the devices at hand.
 
-    The block fixes the arithmetic: the same block size gives the same bits on any number of
-    devices. Its default on a CPU fits the cache, on other devices it is all of their runs.
+    The block fixes the arithmetic: the same block size gives the same bits on one device, or on any
+    number of several. Its default on a CPU fits the cache, on other devices it is all of their runs.
     """
     devices = jax.devices()
     num_devices = 1 if shard_environments else min(len(devices), num_runs)
@@ -312,6 +321,22 @@ class Trainer:
             check_vma=False,
         )
         return jax.jit(sharded, **jit_options)
+
+
+def suits_one_thread(config: Config) -> bool:
+    """Whether a CPU trains a run fastest in one thread, which must be known before its first array is made.
+
+    XLA hands even small kernels from core to core, which costs more than the other core is worth. A
+    program of several runs has a core for each device anyhow, and gets the bits of a run alone.
+    """
+    torso = (64, 64) if config.torso_layers is None else config.torso_layers
+    parts = [(*torso, *config.policy_layers), (*torso, *config.value_layers)]
+    products = sum(a * b for part in parts for a, b in itertools.pairwise(part))
+    return (
+        envs.has_vectors(config.env)
+        and config.num_envs < _FEW_ENVS
+        and products * config.batch_size < _FEW_PRODUCTS * config.num_minibatches
+    )
 
 
 def cpu_options(setup: ppo.Setup, effort: int) -> dict[str, Any]:

@@ -128,6 +128,33 @@ SWEEP = (
 )
 
 
+THREADS = """
+import os, sys
+from pathlib import Path
+from purejaxppo import cli
+assert cli.train_command(sys.argv[1:]) == 0
+assert os.environ.get("PJRT_NPROC") == os.environ.get("ASKED")
+names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+print(sum(name.startswith("tf_XLAEigen") for name in names))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize(("asked", "threads"), [(None, 1), ("3", 3)])
+def test_a_small_run_has_one_thread_unless_more_are_asked_for(tmp_path, asked, threads):
+    environment = os.environ | ({"PJRT_NPROC": asked, "ASKED": asked} if asked else {})
+    run = [sys.executable, "-c", THREADS, "--env", "CartPole-v1", "--total-timesteps", "256"]
+    options = ["--num-envs", "2", "--num-steps", "16", "--eval-episodes", "0", "--keep", "0"]
+    done = subprocess.run(
+        [*run, *options, "--eval-every", "none", "--run-dir", str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout.split()[-1]) == threads
+
+
 def start(devices, *arguments):
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
     return subprocess.Popen(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from probes import Clock, Poisoned, TimeLimit
 
+from purejaxppo import envs, stats
 from purejaxppo import evaluate as evaluate_module
-from purejaxppo import stats
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.evaluate import evaluate
@@ -27,6 +27,7 @@ from purejaxppo.train import (
     make_setup,
     make_train,
     stack_hypers,
+    suits_one_thread,
 )
 
 CONFIG = Config(
@@ -256,6 +257,31 @@ def test_a_block_is_what_fits_the_cache_of_a_core(monkeypatch, num_envs, backend
     setup = make_setup(Config(num_envs=num_envs, num_steps=128, num_minibatches=4))
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=backend)])
     assert make_plan(setup, 64).block == block
+
+
+@pytest.mark.parametrize(
+    ("options", "suits"),
+    [
+        ({}, True),
+        ({"num_envs": 64, "num_minibatches": 16}, True),  # minibatches of 512
+        ({"num_envs": 64}, False),  # of 2,048
+        ({"torso_layers": (256, 256)}, False),
+        ({"torso_layers": (), "value_layers": (256,) * 5}, False),
+        ({"num_envs": 1024, "num_steps": 2}, False),
+        ({"env": "hopper"}, True),
+        ({"env": "Breakout-MinAtar"}, False),
+        ({"env": "octax/brix"}, False),
+        ({"env": "envpool/Pong-v5"}, False),
+        ({"env": "my_module:MyEnv"}, False),
+    ],
+)
+def test_small_trainings_without_images_suit_one_thread(options, suits):
+    assert suits_one_thread(Config(**options)) is suits
+
+
+def test_registered_environments_may_have_images():
+    envs.register("mine", TimeLimit)
+    assert not suits_one_thread(Config(env="mine"))
 
 
 def test_a_footprint_lies_above_what_is_compiled_and_not_far():

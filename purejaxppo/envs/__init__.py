@@ -180,6 +180,14 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     return _build(name, entry, arguments)
 
 
+def has_vectors(name: str) -> bool:
+    """Whether an environment is known to observe no images, without making it."""
+    name = full_name(name)
+    if not isinstance(_REGISTRY.get(name), str) or name.startswith("octax/"):
+        return False
+    return not name.endswith(("-MinAtar", "Pong-misc"))
+
+
 def is_external(env: Any) -> bool:
     """Whether an environment lives outside of the compiled program; see `VectorEnvironment`."""
     return getattr(env, "external", False)
