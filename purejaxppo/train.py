@@ -327,7 +327,7 @@ def suits_one_thread(config: Config) -> bool:
     """Whether a CPU trains a run fastest in one thread, which must be known before its first array is made.
 
     XLA hands even small kernels from core to core, which costs more than the other core is worth. A
-    program of several runs has a core for each device anyhow, and gets the bits of a run alone.
+    program of several runs has a core for each device anyhow.
     """
     torso = (64, 64) if config.torso_layers is None else config.torso_layers
     parts = [(*torso, *config.policy_layers), (*torso, *config.value_layers)]
