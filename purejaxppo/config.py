@@ -150,7 +150,8 @@ class RunOptions:
     num_seeds: int = 1
     """Runs of every setting, one seed each."""
     eval_every: int | None = None
-    """Environment steps between evaluations, 0 for one at the end; 20 in a training by default."""
+    """Environment steps between evaluations, rounded up to whole iterations, 0 for one at the end; 20 in
+    a training by default."""
     eval_sampled: bool = False
     """Evaluate with sampled actions instead of the most likely ones."""
     eval_episodes: int = 128

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,14 +242,18 @@ class Training:
     def _compile(self) -> None:
         started = time.monotonic()
         trainer, shared = self.trainer, (np.int32(1), np.float32(1))
-        programs = {"chunk": trainer.chunk.lower(self._shapes, self._hypers, shared)}
-        if self._restored is None or self.external:
-            programs["init"] = trainer.init.lower(*self._start)
-        if self.options.eval_episodes:
-            programs["evaluate"] = trainer.evaluate.lower(self._shapes, self._hypers, ())
-        with ThreadPoolExecutor() as threads:  # XLA compiles without Python's lock
-            compiled = threads.map(lambda program: program.compile(), programs.values())
-        ready = dict(zip(programs, compiled, strict=True))
+        with ThreadPoolExecutor() as threads:
+
+            def start(program: Any, *arguments: Any) -> Future[Any]:
+                # XLA compiles without Python's lock, while the next program is traced.
+                return threads.submit(program.lower(*arguments).compile)
+
+            compiled = {"chunk": start(trainer.chunk, self._shapes, self._hypers, shared)}
+            if self._restored is None or self.external:
+                compiled["init"] = start(trainer.init, *self._start)
+            if self.options.eval_episodes:
+                compiled["evaluate"] = start(trainer.evaluate, self._shapes, self._hypers, ())
+        ready = {name: program.result() for name, program in compiled.items()}
         self._chunk, self._evaluate = ready["chunk"], ready.get("evaluate")
         begun = None
         if "init" in ready:
@@ -306,8 +310,8 @@ class Training:
         del self._states, self._chunk, self._evaluate, self.trainer
 
     def _iterations(self, steps: float) -> int:
-        """So many environment steps in iterations, at least one; all of them for none."""
-        return max(1, round(steps / self.config.batch_size)) if steps else self.config.iterations
+        """So many environment steps in iterations, rounded up; all of them for none."""
+        return math.ceil(steps / self.config.batch_size) if steps else self.config.iterations
 
     def _until(self, *every: int) -> int:
         """The next iteration that is a multiple of one of these, or the last one of all."""
