@@ -38,7 +38,7 @@ _WORDS = {"--no-shared-torso": ["--shared-torso", "false"], "none": ["None"]}
 
 Command = Callable[[list[str]], int]
 
-# A process that ends need not look for garbage in all that it has imported: half a second.
+# A process that ends need not look for garbage in all that it has imported: 0.3 s.
 atexit.register(gc.freeze)
 
 
