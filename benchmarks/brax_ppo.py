@@ -54,6 +54,7 @@ class Task:
     max_grad_norm: float | None = None
     policy_layers: tuple[int, ...] = (64, 64)
     value_layers: tuple[int, ...] = (64, 64)
+    recompute_advantages: bool = False  # of ours, for every epoch; Brax does for every minibatch
     evaluations: int = 5
     label: str = ""
 
@@ -93,12 +94,16 @@ class Task:
             "max-grad-norm": self.max_grad_norm or "inf",
         }
         flags = ["--no-anneal-learning-rate", "--normalize-observations"]
+        flags += [f"--{'' if self.recompute_advantages else 'no-'}recompute-advantages"]
         if self.action_repeat > 1:
             flags += ["--env-args", f"action_repeat={self.action_repeat}"]
         return [x for k, v in values.items() for x in (f"--{k}", str(v))] + flags
 
 
 _SMALL_BATCHES: dict[str, Any] = {"unroll_length": 20, "batch_size": 32, "num_minibatches": 8}
+_RECOMPUTED: dict[str, Any] = {
+    "unroll_length": 40, "batch_size": 16, "num_minibatches": 16, "recompute_advantages": True,
+}  # fmt: skip
 
 TASKS = [
     Task("inverted_pendulum", 2_000_000, gamma=0.995),
@@ -108,15 +113,23 @@ TASKS = [
         clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
     ),
     Task(
+        "hopper", 1_000_000, gamma=0.999, reward_scale=0.1, ent_coef=0.01, learning_rate=2e-3,
+        clip_eps=0.2, max_grad_norm=0.5, **_RECOMPUTED,
+    ),
+    Task(
         "hopper", 1_000_000, gamma=0.995, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
-        clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
+        clip_eps=0.2, max_grad_norm=0.5, label="small batches", **_SMALL_BATCHES,
     ),
     Task(
         "hopper", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, label="large batches"
     ),
     Task(
+        "walker2d", 1_000_000, gamma=0.999, reward_scale=0.1, ent_coef=0.01, learning_rate=1e-3,
+        clip_eps=0.2, max_grad_norm=0.5, **_RECOMPUTED,
+    ),
+    Task(
         "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
-        clip_eps=0.2, max_grad_norm=0.5, **_SMALL_BATCHES,
+        clip_eps=0.2, max_grad_norm=0.5, label="small batches", **_SMALL_BATCHES,
     ),
     Task(
         "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, label="large batches"

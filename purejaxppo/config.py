@@ -77,6 +77,8 @@ class Config:
     """Divide rewards by the running standard deviation of the discounted return."""
     normalize_advantages: Literal["minibatch", "batch", "off"] = "minibatch"
     """Over what advantages are brought to mean 0 and standard deviation 1."""
+    recompute_advantages: bool = False
+    """Take values and advantages anew before every epoch, with the parameters it begins with."""
     anneal_learning_rate: bool = True
     """Lower the learning rates linearly to 0 over the training."""
     anneal_clip_eps: bool = False

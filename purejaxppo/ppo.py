@@ -312,12 +312,26 @@ def update(
         remaining: [] 1 - i / iterations, for what is annealed.
         order: from `draw`.
     """
-    config = setup.config
-    steps = data.transitions
+    config, steps = setup.config, data.transitions
+    learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
+    minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
+    if config.minibatches == "sequences":
+        start = jnp.arange(config.num_steps) * config.num_envs
+        minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
+    if not config.recompute_advantages:
+        samples = _samples(config, steps, advantage, advantage + steps.value)
+        step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
+        return jax.lax.scan(step, learner, minibatches)
+    epoch = functools.partial(_epoch, setup, state, data, hyper, remaining)
+    epochs = minibatches.reshape(config.update_epochs, config.num_minibatches, -1)
+    learner, metrics = jax.lax.scan(epoch, learner, epochs)
+    return learner, jax.tree.map(jnp.ravel, metrics)
+
+
+def _samples(config: Config, steps: Transition, advantage: Array, target: Array) -> Minibatch:
+    """[T * N, ...] what minibatches are picked from; advantage and target are [T, N]."""
     if config.normalize_advantages == "batch":
-        normalized = normalize_advantages(advantage, steps.valid)
-    else:
-        normalized = advantage
+        advantage = normalize_advantages(advantage, steps.valid)
     samples = Minibatch(
         obs=steps.obs,
         first=steps.first,
@@ -325,17 +339,33 @@ def update(
         action=steps.action,
         log_prob=steps.log_prob,
         value=steps.value,
-        advantage=normalized,
-        target=advantage + steps.value,
+        advantage=advantage,
+        target=target,
         weight=sample_weights(steps.valid),
     )
-    samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
-    learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+
+
+def _epoch(
+    setup: Setup,
+    state: TrainState,
+    data: Rollout,
+    hyper: Hyper,
+    remaining: Array,
+    learner: Learner,
+    minibatches: Array,
+) -> tuple[Learner, UpdateMetrics]:
+    """One pass over the rollout [M, B], with advantages and targets by the values it begins with.
+
+    Andrychowicz et al. (2021), "What matters for on-policy deep actor-critic methods?", 3.5. Values
+    are clipped around those of the rollout, as ratios are.
+    """
+    now = state.replace(params=learner.params)
+    value = _values(setup, now, data.transitions)
+    revalued = data.replace(transitions=data.transitions.replace(value=value))
+    advantage = advantages(setup, now, revalued, hyper)
+    samples = _samples(setup.config, data.transitions, advantage, advantage + value)
     step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
-    minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
-    if config.minibatches == "sequences":
-        start = jnp.arange(config.num_steps) * config.num_envs
-        minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
     return jax.lax.scan(step, learner, minibatches)
 
 

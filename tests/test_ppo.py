@@ -234,6 +234,35 @@ def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
         np.testing.assert_array_equal(np.sort(epoch), np.arange(64))
 
 
+def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):
+    setup, state, hyper = setup_and_state(
+        Clock(3), Hyper(gamma=0.9), recompute_advantages=True, update_epochs=3
+    )
+    draws = ppo.draw(setup, jax.random.key(0))
+    state, data = ppo.rollout(setup, state, draws)
+    steps = data.transitions
+
+    def move(setup, state, samples, hyper, remaining, learner, index):
+        params = jax.tree.map(lambda x: x + 0.1, learner.params)
+        return learner.replace(params=params), (samples.value, samples.advantage, samples.target)
+
+    monkeypatch.setattr(ppo, "_update_minibatch", move)
+    nothing = jnp.full_like(steps.value, jnp.nan)  # those of the rollout are not asked for
+    learner, seen = ppo.update(setup, state, data, nothing, hyper, 1.0, draws.order)
+    old, advantage, target = (x.reshape(3, 2, *steps.value.shape) for x in seen)
+    np.testing.assert_array_equal(old, jnp.broadcast_to(steps.value, old.shape))
+    for epoch in range(3):
+        params = jax.tree.map(lambda x, by=0.2 * epoch: x + by, state.params)
+        value = setup.agent.apply(params, None, steps.obs, (), steps.first).value
+        now = data.replace(transitions=steps.replace(value=value))
+        expected = ppo.advantages(setup, state.replace(params=params), now, hyper)
+        for minibatch in range(2):
+            np.testing.assert_allclose(advantage[epoch, minibatch], expected, atol=1e-5)
+            np.testing.assert_allclose(target[epoch, minibatch], expected + value, atol=1e-5)
+    assert np.ptp(advantage[:, 0], axis=0).min() > 0.01
+    chex.assert_trees_all_close(learner.params, jax.tree.map(lambda x: x + 0.6, state.params))
+
+
 def test_the_return_trace_follows_the_gamma_of_the_run():
     setup, state, hyper = setup_and_state(Poisoned(), Hyper(gamma=0.5), **NORMALIZED)
     acted, data = rollout(setup, state, jax.random.key(0))
