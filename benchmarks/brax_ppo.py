@@ -101,9 +101,7 @@ class Task:
 
 
 _SMALL_BATCHES: dict[str, Any] = {"unroll_length": 20, "batch_size": 32, "num_minibatches": 8}
-_RECOMPUTED: dict[str, Any] = {
-    "unroll_length": 40, "batch_size": 16, "num_minibatches": 16, "recompute_advantages": True,
-}  # fmt: skip
+_RECOMPUTED: dict[str, Any] = {"unroll_length": 40, "batch_size": 16, "recompute_advantages": True}
 
 TASKS = [
     Task("inverted_pendulum", 2_000_000, gamma=0.995),
@@ -114,7 +112,7 @@ TASKS = [
     ),
     Task(
         "hopper", 1_000_000, gamma=0.999, reward_scale=0.1, ent_coef=0.01, learning_rate=2e-3,
-        clip_eps=0.2, max_grad_norm=0.5, **_RECOMPUTED,
+        clip_eps=0.2, max_grad_norm=0.5, num_minibatches=16, **_RECOMPUTED,
     ),
     Task(
         "hopper", 1_000_000, gamma=0.995, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
@@ -124,8 +122,8 @@ TASKS = [
         "hopper", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, label="large batches"
     ),
     Task(
-        "walker2d", 1_000_000, gamma=0.999, reward_scale=0.1, ent_coef=0.01, learning_rate=1e-3,
-        clip_eps=0.2, max_grad_norm=0.5, **_RECOMPUTED,
+        "walker2d", 1_000_000, gamma=0.997, reward_scale=0.1, ent_coef=0.01, learning_rate=1e-3,
+        clip_eps=0.2, max_grad_norm=0.5, num_minibatches=32, **_RECOMPUTED,
     ),
     Task(
         "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=0.01, learning_rate=5e-4,
