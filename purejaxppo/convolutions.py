@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_batching import sequential_vmap
 
 from purejaxppo.products import multiply
 
@@ -90,10 +91,33 @@ def fastest(x: Array, kernel: Array, stride: int) -> Callable[[Array, Array, int
     """
     if jax.default_backend() != "cpu":
         return convolve_xla
-    channels = stride**2 * kernel.shape[2]
-    many = min(math.prod(x.shape[:-3]), channels, kernel.shape[3]) >= 32
-    many = many and min(_positions(x, kernel, stride)) > 4
-    return convolve_winograd if many and _span(kernel, stride) in _KERNEL else convolve_patches
+    channels = min(stride**2 * kernel.shape[2], kernel.shape[3])
+    if channels < 32 or min(_positions(x, kernel, stride)) <= 4:
+        return convolve_patches
+    if math.prod(x.shape[:-3]) < 32:
+        return convolve_few if stride > 1 else convolve_patches
+    return convolve_winograd if _span(kernel, stride) in _KERNEL else convolve_patches
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def convolve_few(x: Array, kernel: Array, stride: int) -> Array:
+    """What `convolve_xla` gives, by it, where no gradient is asked for: as in a rollout.
+
+    Of the few images there it is faster than patches, which the gradient is taken of. Several runs
+    are convolved one after another: as one convolution of groups they would take far longer.
+    """
+    return sequential_vmap(functools.partial(convolve_xla, stride=stride))(x, kernel)
+
+
+def _few_forward(x: Array, kernel: Array, stride: int) -> tuple[Array, Callable]:
+    return jax.vjp(functools.partial(convolve_patches, stride=stride), x, kernel)
+
+
+def _few_backward(_: int, gradients: Callable, grad: Array) -> tuple[Array, Array]:
+    return gradients(grad)
+
+
+convolve_few.defvjp(_few_forward, _few_backward)
 
 
 def convolve_patches(x: Array, kernel: Array, stride: int) -> Array:

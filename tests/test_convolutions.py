@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from purejaxppo import convolutions
-from purejaxppo.convolutions import Conv, convolve_patches, convolve_winograd, convolve_xla
+from purejaxppo.convolutions import (
+    Conv,
+    convolve_few,
+    convolve_patches,
+    convolve_winograd,
+    convolve_xla,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,7 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
     params = flax.init(jax.random.key(0), x)
     weight = jnp.float32(rng.normal(size=flax.apply(params, x).shape))
 
+    @functools.partial(jax.jit, static_argnums=0)
     def results(apply):
         def loss(params, x):
             out = apply(params, x)
@@ -45,12 +52,14 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
         layer = params["params"]
         return convolve(x, layer["kernel"], stride) + layer["bias"]
 
-    ways = [convolve_patches, convolve_xla]
+    ways = [convolve_few, convolve_patches, convolve_xla]
     if -(-size // stride) in (2, 3):
         ways.append(convolve_winograd)
     expected = results(flax.apply)
     for convolve in ways:
+        alone = jax.jit(functools.partial(apply_with, convolve))(params, x)
         actual = results(functools.partial(apply_with, convolve))
+        np.testing.assert_allclose(alone, expected[0], rtol=1e-4, atol=2e-5)
         chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=2e-5)
 
 
@@ -60,7 +69,7 @@ def test_bytes_of_several_runs_are_convolved_alike(channels):
     x = jnp.asarray(rng.integers(0, 256, (2, 5, 20, 17, channels)), jnp.uint8)
     kernels = jnp.float32(rng.normal(size=(2, 4, 4, channels, 6)))
     alone = [convolve_xla(run / 255.0, kernel, 2) for run, kernel in zip(x, kernels, strict=True)]
-    for convolve in (convolve_patches, convolve_winograd, convolve_xla):
+    for convolve in (convolve_few, convolve_patches, convolve_winograd, convolve_xla):
         together = jax.vmap(functools.partial(convolve, stride=2))(x, kernels)
         np.testing.assert_allclose(together, jnp.stack(alone), rtol=1e-4, atol=1e-4)
 
@@ -72,6 +81,8 @@ def test_bytes_of_several_runs_are_convolved_alike(channels):
         ("cpu", "auto", (4, 8, 20, 20, 32), (64, 4, 2), convolve_winograd),
         ("cpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_winograd),
         ("cpu", "auto", (8, 9, 9, 64), (64, 3, 1), convolve_patches),
+        ("cpu", "auto", (8, 20, 20, 32), (64, 4, 2), convolve_few),
+        ("cpu", "auto", (8, 20, 20, 6), (64, 4, 2), convolve_patches),
         ("cpu", "auto", (32, 6, 9, 64), (64, 3, 1), convolve_patches),  # 4 x 7 positions
         ("cpu", "auto", (32, 9, 9, 64), (64, 1, 1), convolve_patches),
         ("cpu", "auto", (32, 9, 9, 64), (64, 4, 1), convolve_patches),
@@ -86,7 +97,7 @@ def test_the_fastest_convolution_is_taken(
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     taken = []
-    for way in (convolve_patches, convolve_winograd, convolve_xla):
+    for way in (convolve_few, convolve_patches, convolve_winograd, convolve_xla):
         monkeypatch.setattr(
             convolutions, way.__name__, lambda *_, way=way: taken.append(way) or 0.0
         )
