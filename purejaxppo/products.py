@@ -27,14 +27,15 @@ def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    """The kernel's gradient, x.T @ grad, from a copy of one transposed.
+    """The gradients x.T @ grad of the kernel and grad @ kernel.T of x, from copies of what is small transposed.
 
-    XLA on CPUs would rather multiply x's transpose as it lies, at half the speed. That of grad is
-    taken where x is much larger. Sums over few outputs are fused with what comes next.
+    XLA on CPUs would rather multiply x's transpose as it lies, at half the speed, and a large kernel's
+    at a fifth. Sums over few outputs are fused with what comes next.
     """
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    if jax.default_backend() != "cpu":
+    on_cpu = jax.default_backend() == "cpu"
+    if not on_cpu:
         of_kernel = rows.T @ grads
     elif rows.size <= 2 * grads.size + kernel.size:
         of_kernel = _barrier(rows.T) @ grads
@@ -43,6 +44,8 @@ def _backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     if _is_narrow(kernel):
         terms = [grad[..., i, None] * column for i, column in enumerate(kernel.T)]
         of_x = functools.reduce(jnp.add, terms)
+    elif on_cpu and kernel.size > rows.size + grads.size:
+        of_x = _barrier(kernel @ _barrier(grads.T)).T.reshape(x.shape)
     else:
         of_x = grad @ kernel.T
     return of_x, of_kernel

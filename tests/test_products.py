@@ -10,13 +10,15 @@ from purejaxppo.products import multiply
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
-@pytest.mark.parametrize(("inputs", "features"), [(3, 8), (8, 1), (8, 4), (8, 5)])
-def test_products_and_their_gradients(monkeypatch, backend, inputs, features):
+@pytest.mark.parametrize(
+    ("steps", "inputs", "features"), [(5, 3, 8), (5, 8, 1), (5, 8, 4), (5, 8, 5), (1, 9, 9)]
+)
+def test_products_and_their_gradients(monkeypatch, backend, steps, inputs, features):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(5, 4, inputs)).astype(np.float32)
+    x = rng.normal(size=(steps, 4, inputs)).astype(np.float32)
     kernel = rng.normal(size=(inputs, features)).astype(np.float32)
-    weight = rng.normal(size=(5, 4, features)).astype(np.float32)
+    weight = rng.normal(size=(steps, 4, features)).astype(np.float32)
     product, gradients = jax.vjp(multiply, x, kernel)
     np.testing.assert_allclose(product, x @ kernel, rtol=1e-5, atol=1e-6)
     of_x, of_kernel = gradients(jnp.asarray(weight))
