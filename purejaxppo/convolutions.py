@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -84,7 +84,7 @@ def convolve_xla(x: Array, kernel: Array, stride: int) -> Array:
     return out.reshape(*x.shape[:-3], *out.shape[1:])
 
 
-def fastest(x: Array, kernel: Array, stride: int) -> Callable[[Array, Array, int], Array]:
+def fastest(x: Array, kernel: Array, stride: int) -> Callable[[Array, Array, int], Any]:
     """The convolution of images [..., H, W, C] with a kernel [k, k, C, F] that is fastest here.
 
     Winograd's filters need many images, channels and positions: their products are many and small.
