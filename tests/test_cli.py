@@ -201,11 +201,11 @@ def test_a_sweep_lets_go_of_its_programs(tmp_path, monkeypatch):
     compile_training = Training._compile
     monkeypatch.setattr(Training, "_compile", compile_program)
     status = train(
-        "--env", "CartPole-v1", "--total-timesteps", "64", "--sweep", "num_envs=1,2,4",
+        "--env", "CartPole-v1", "--total-timesteps", "320", "--sweep", "num_envs=2,4",
         "--eval-episodes", "0", "--run-dir", str(tmp_path / "run"),
     )  # fmt: skip
     assert status == 0
-    assert alive == [0, 0, 0]
+    assert alive == [0, 0]
 
 
 def test_environments_divided_among_devices(tmp_path, capsys):
@@ -251,9 +251,9 @@ def test_memory_decides_the_block(monkeypatch):
 
 
 def test_what_is_swept_need_not_fit_before(tmp_path):
-    """3 minibatches divide the samples of every setting, but not those of the default."""
+    """3 minibatches divide the samples of the setting, but not those of the default."""
     assert train(
-        "--num-minibatches", "3", "--sweep", "num_envs=3,6", "--total-timesteps", "96",
+        "--num-minibatches", "3", "--sweep", "num_envs=3", "--total-timesteps", "96",
         "--eval-episodes", "0", "--run-dir", str(tmp_path / "run"),
     ) == 0  # fmt: skip
 
