@@ -251,9 +251,9 @@ def test_memory_decides_the_block(monkeypatch):
 
 
 def test_what_is_swept_need_not_fit_before(tmp_path):
-    """3 minibatches divide the samples of the setting, but not those of the default."""
+    """3 minibatches divide the samples of every setting, but not those of the default."""
     assert train(
-        "--num-minibatches", "3", "--sweep", "num_envs=3", "--total-timesteps", "96",
+        "--num-minibatches", "3", "--sweep", "num_envs=3,6", "--total-timesteps", "96",
         "--eval-episodes", "0", "--run-dir", str(tmp_path / "run"),
     ) == 0  # fmt: skip
 
