@@ -348,8 +348,8 @@ def cpu_options(setup: ppo.Setup, effort: int) -> dict[str, Any]:
     is left the reductions alone.
     """
     options: dict[str, Any] = {"xla_backend_optimization_level": effort}
-    if effort == 0:
-        options["xla_cpu_use_fusion_emitters"] = False
+    if jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
+        options["xla_cpu_use_fusion_emitters"] = effort > 0
     if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
     return options

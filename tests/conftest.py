@@ -3,14 +3,16 @@
 import os
 from pathlib import Path
 
-# What a test compiles runs once or twice; trainings ask for a level of their own.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-
 import jax
 import pytest
 
 from purejaxppo import envs
 
+# What a test compiles runs once or twice; trainings say themselves how they are compiled.
+QUICK = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 
 jax.config.update("jax_num_cpu_devices", 8)
