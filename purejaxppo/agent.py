@@ -115,15 +115,13 @@ class Agent:
             case MultiDiscrete(nvec):
                 return MultiCategorical(output.policy, nvec)
             case Box():
-                low, high = (jnp.ravel(bound) for bound in self.action_space.bounds)
+                low, high = map(jnp.ravel, self.action_space.bounds)
                 assert output.log_std is not None
                 if self.squash:
                     return TanhGaussian(output.policy, output.log_std, low, high)
                 # The network speaks in half-widths of the box, where the box has a width.
-                bounded = jnp.isfinite(low) & jnp.isfinite(high)
-                center = jnp.where(bounded, (low + high) / 2, 0.0)
-                half = jnp.where(bounded & (low < high), (high - low) / 2, 1.0)
-                mean, log_std = center + half * output.policy, output.log_std + jnp.log(half)
+                center, scale = map(jnp.ravel, self.action_space.center_and_scale)
+                mean, log_std = center + scale * output.policy, output.log_std + jnp.log(scale)
                 return Gaussian(mean, log_std, low, high)
 
 

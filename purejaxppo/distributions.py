@@ -148,7 +148,8 @@ class TanhGaussian(struct.PyTreeNode):
     def _log_slope(self, sample: Array) -> Array:
         """[...] log |d to_env / d sample|, stable for large samples."""
         log_tanh = 2 * (jnp.log(2.0) - sample - jax.nn.softplus(-2 * sample))
-        return jnp.sum(log_tanh + jnp.log((self.high - self.low) / 2), axis=-1)
+        half = jnp.where(self.low < self.high, (self.high - self.low) / 2, 1.0)  # or no choice
+        return jnp.sum(log_tanh + jnp.log(half), axis=-1)
 
     def sample(self, noise: Array) -> Array:
         """[..., A] before tanh; noise is [..., A] standard normal."""

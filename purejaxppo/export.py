@@ -126,9 +126,7 @@ def _head(space: Space, squash: bool) -> dict[str, Any]:
             return {"nvec": nvec}
         case Box():
             low, high = (bound.ravel() for bound in space.bounds)
-            bounded = np.isfinite(low) & np.isfinite(high)
-            left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)
-            center, scale = (left + right) / 2, (right - left) / 2
+            center, scale = map(np.ravel, space.center_and_scale)
             return {"squash": squash, "center": center, "scale": scale, "low": low, "high": high}
 
 

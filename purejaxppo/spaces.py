@@ -51,14 +51,29 @@ class Box:
 
     @property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper bound, each float32 of `shape`."""
+        """Lower and upper bound, each float32 of `shape`; as large as float32 goes means no bound."""
         return self._full(self.low), self._full(self.high)
 
     def _full(self, bound: float | tuple[float, ...]) -> np.ndarray:
-        array = np.asarray(bound, np.float32)
+        array = np.asarray(bound, np.float64)
         if array.ndim:
             array = array.reshape(self.shape)
+        unbounded = np.abs(array) >= np.finfo(np.float32).max
+        array = np.where(unbounded, np.copysign(np.inf, array), array).astype(np.float32)
         return np.broadcast_to(array, self.shape)
+
+    @property
+    def center_and_scale(self) -> tuple[np.ndarray, np.ndarray]:
+        """Middle and half the width, each float32 of `shape`.
+
+        Where a bound is missing the middle is the number in the box that is nearest to 0, and the
+        scale 1, as it is where there is no width.
+        """
+        low, high = self.bounds
+        bounded = np.isfinite(low) & np.isfinite(high)
+        nearest = np.clip(np.float32(0.0), low, high)
+        low, high = np.where(bounded, low, nearest - 1), np.where(bounded, high, nearest + 1)
+        return (low + high) / 2, np.where(low < high, (high - low) / 2, np.float32(1.0))
 
     def __str__(self) -> str:
         low, high = self.bounds

@@ -218,8 +218,8 @@ class Outcome:
     """What the n runs of a setting reached.
 
     Attributes:
-        final: [n] return of the last evaluation, or of the last training episodes where there was
-            none; minus infinity for a run that diverged, which is the worst there is.
+        final: [n] return of the last evaluation in which an episode ended, or of the last training
+            episodes where there was none; minus infinity for a run that diverged, which is the worst there is.
         area: [n] area under the learning curve, divided by the steps it covers.
     """
 

@@ -118,6 +118,10 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
             "--desired-kl and --anneal-learning-rate both set the learning rate: "
             "add --no-anneal-learning-rate"
         )
+    if config.log_std == "state" and not -20 < hyper.init_log_std < 2:
+        raise ConfigError(
+            f"--init-log-std {hyper.init_log_std}: a --log-std that depends on the state lies in -20 ... 2"
+        )
     if config.reset_mode == "fresh" and config.pool_size != Config.pool_size:
         raise ConfigError(
             f"--pool-size {config.pool_size}: there is no pool with --reset-mode fresh"

@@ -311,6 +311,7 @@ def test_no_evaluation(tmp_path):
         ("--log-std state", "--log-std state does not fit CartPole-v1"),
         ("--convolution xla", "--convolution xla: the network for CartPole-v1 has no convolutions"),
         ("--init-log-std -1", "--init-log-std does not fit CartPole-v1"),
+        ("--env Pendulum-v1 --log-std state --init-log-std 2", "lies in -20 ... 2"),
         ("--num-envs 3 --num-steps 8 --minibatches sequences", "as --minibatches sequences needs"),
         ("--reward-scale 0", "--reward-scale 0.0: must be above 0"),
         ("--normalize-rewards --reward-scale 2", "makes no difference with --normalize-rewards"),

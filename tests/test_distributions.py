@@ -204,6 +204,16 @@ def test_tanh_gaussian_samples_stay_within_bounds_and_have_the_moments():
         assert actions[:, i].var() == pytest.approx(var, rel=0.05)
 
 
+def test_tanh_gaussian_where_there_is_no_choice():
+    """A bound twice is an action all the same, and the other dimensions' densities as ever."""
+    policy = tanh_gaussian(low=[-0.5, 1.0, -10.0], high=[2.0, 1.0, 10.0])
+    samples = jnp.array([[0.1, 0.2, 0.3]])
+    np.testing.assert_array_equal(policy.to_env(samples)[:, 1], [1.0])
+    wide = tanh_gaussian(low=[-0.5, -1.0, -10.0], high=[2.0, 1.0, 10.0])
+    np.testing.assert_allclose(policy.log_prob(samples), wide.log_prob(samples), rtol=1e-6)
+    np.testing.assert_allclose(policy.entropy(samples), wide.entropy(samples), rtol=1e-6)
+
+
 @pytest.mark.parametrize("magnitude", [-30.0, 30.0])
 def test_tanh_gaussian_is_stable_for_large_samples(magnitude):
     samples = jnp.full((1, 3), magnitude)

@@ -155,6 +155,41 @@ def test_state_keeps_its_types(mode):
         )  # fmt: skip
 
 
+class Rounded(Countdown):
+    """Begins with a whole number, and goes on with others."""
+
+    def reset(self, key):
+        return jnp.zeros((), jnp.int32), jnp.zeros(1)
+
+    def step(self, key, state, action):
+        return state + 0.3, TimeStep(
+            state[None] + 0.3, state, jnp.zeros((), bool), jnp.zeros((), bool)
+        )
+
+
+def test_what_would_be_rounded_is_refused():
+    env = Vectorized(Rounded(limit=3), 2)
+    with pytest.raises(ConfigError, match=r"begins with int32\[\] where a step gives float32"):
+        play(env, 4)
+
+
+class Unseen(Countdown):
+    """Every other episode begins with what is not a number."""
+
+    def reset(self, key):
+        start, obs = super().reset(key)
+        return start, jnp.where(start % 2 == 0, jnp.nan, obs)
+
+
+@pytest.mark.parametrize("mode", ["pool", "fresh"])
+def test_a_first_observation_that_is_not_finite_is_zeros(mode):
+    obs, timestep, episode = play(Vectorized(Unseen(), 4, mode), 60)
+    assert np.isfinite(obs).all()
+    first = obs[1:][episode.ended[:-1]]
+    assert {0.0, 3.0, 5.0} == set(first.ravel())
+    assert timestep.valid.all()
+
+
 def test_unknown_name_suggests_the_nearest():
     with pytest.raises(ConfigError, match="unknown environment 'CartPole-v2'; did you mean CartP"):
         envs.make("CartPole-v2")

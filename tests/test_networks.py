@@ -331,6 +331,20 @@ def test_gaussian_on_an_unbounded_side_keeps_its_own_units():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
+def test_a_gaussian_starts_within_the_box():
+    """Or every sample would be clipped to the same bound, and nothing learned."""
+    largest = float(np.finfo(np.float32).max)  # as some write that there is no bound
+    space = Box((10.0, -INF, -largest, 3.0, 2.0), (INF, -10.0, largest, 7.0, 2.0), (5,))
+    center, scale = space.center_and_scale
+    np.testing.assert_array_equal(center, np.float32([10, -10, 0, 5, 2]))
+    np.testing.assert_array_equal(scale, np.float32([1, 1, 1, 2, 1]))
+    agent, params = agent_and_params(PENDULUM[0], space, torso_layers=(8,))
+    params["policy_head"] = jax.tree.map(jnp.zeros_like, params["policy_head"])
+    policy = apply(agent, params, jnp.ones((1, 3))).policy
+    np.testing.assert_array_equal(policy.mean, [center])
+    np.testing.assert_array_equal(policy.to_env(policy.mean + 1), [[11, -10, 1, 6, 2]])
+
+
 @pytest.mark.parametrize(
     ("space", "wanted", "kind"),
     [

@@ -634,6 +634,7 @@ def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
 
 
 POISONS = [("reward", float("nan")), ("reward", -float("inf")), ("obs", float("nan"))]
+POISONS += [("obs", 1e20), ("reward", -1e20)]  # whose squares are not
 
 
 @pytest.mark.parametrize(("poison", "value"), POISONS)

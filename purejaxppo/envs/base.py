@@ -16,6 +16,7 @@ from jax import Array
 from purejaxppo.devices import split_keys
 from purejaxppo.spaces import Space
 from purejaxppo.types import Episode, PyTree, TimeStep
+from purejaxppo.values import ConfigError
 
 
 class Described(Protocol):
@@ -209,8 +210,10 @@ class Vectorized:
         return after, timestep, Episode(ended, score, length)
 
     def _start(self, key: Array) -> tuple[PyTree, Array]:
+        """(state, obs) of a new episode; zeros are seen of it where obs is not finite."""
         state, obs = self.env.reset(key)
-        return strong_types(state), self._cast(obs)
+        obs = self._cast(obs)
+        return strong_types(state), jnp.where(_all_finite(obs), obs, jnp.zeros_like(obs))
 
     def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
         """Start states [*shape, ...], the last axis being environments; consumes key."""
@@ -245,8 +248,7 @@ class Vectorized:
 
 def finite_or_ended(step: TimeStep, valid: Array) -> TimeStep:
     """The step [N], which where obs or reward is not finite is an end, not valid, and zeros."""
-    finite = jnp.isfinite(step.reward)
-    finite &= jnp.all(jnp.isfinite(step.obs).reshape(len(finite), -1), axis=1)
+    finite = _is_finite(step.reward) & jax.vmap(_all_finite)(step.obs)
     return TimeStep(
         obs=_select(finite, step.obs, jnp.zeros_like(step.obs)),
         reward=jnp.where(finite & valid, step.reward, 0.0),
@@ -254,6 +256,16 @@ def finite_or_ended(step: TimeStep, valid: Array) -> TimeStep:
         truncated=step.truncated & finite,
         valid=finite & valid,
     )
+
+
+def _is_finite(x: Array) -> Array:
+    """Whether numbers are, and their squares, which statistics are made of."""
+    return jnp.isfinite(jnp.square(x))
+
+
+def _all_finite(obs: Array) -> Array:
+    """[] whether every entry of an observation is."""
+    return jnp.all(_is_finite(obs))
 
 
 def over_runs(function: Callable[..., PyTree], runs: int) -> Callable[..., PyTree]:
@@ -299,10 +311,19 @@ def _as_dtype(x: Array, dtype: Any) -> Array:
 
 
 def _select(condition: Array, chosen: PyTree, other: PyTree) -> PyTree:
-    """Leaves [N, ...] of `chosen` where condition [N], else of `other`, in the dtypes of `chosen`."""
+    """Leaves [N, ...] of `chosen` where condition [N], else of `other`, in the dtypes of `chosen`.
+
+    Raises:
+        ConfigError: that would round numbers to whole ones.
+    """
 
     def select(a: Array, b: Array) -> Array:
         chex.assert_equal_shape([a, b])
+        if jnp.issubdtype(b.dtype, jnp.floating) and not jnp.issubdtype(a.dtype, jnp.inexact):
+            raise ConfigError(
+                f"an episode begins with {a.dtype}{list(a.shape[1:])} where a step gives {b.dtype}: "
+                "the environment's reset should give the same"
+            )
         mask = condition.reshape(condition.shape + (1,) * (a.ndim - 1))
         return jnp.where(mask, a, _as_dtype(b, a.dtype))
 

@@ -120,7 +120,6 @@ def convert_space(space: Any) -> spaces.Space:
 
 
 def _bound(bound: Any) -> float | tuple[float, ...]:
-    """A number, or a flat tuple; what is as large as float32 goes means no bound."""
+    """A number, or a flat tuple."""
     array = np.asarray(bound, np.float64)
-    array = np.where(np.abs(array) >= np.finfo(np.float32).max, np.copysign(np.inf, array), array)
     return float(array) if array.ndim == 0 else tuple(array.ravel().tolist())
