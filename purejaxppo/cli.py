@@ -248,7 +248,7 @@ def parse(arguments: list[str]) -> Settings:
     first.add_argument("--config")
     first.add_argument("--backend")
     first.add_argument("--resume")
-    for name in ("--sweep", "--log"):  # of which Tyro would let the last win
+    for name in ("--sweep", "--log", "--env-args"):  # of which Tyro would let the last win
         first.add_argument(name, action="extend", nargs="+")
     try:
         known, rest = first.parse_known_args(arguments)
@@ -262,6 +262,8 @@ def parse(arguments: list[str]) -> Settings:
     given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
     base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
     rest = [x for a in rest for x in _WORDS.get(a, [a])]
+    if known.env_args:
+        rest += ["--env-args", *known.env_args]
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import re
 import types
 from collections.abc import Iterable
@@ -95,6 +96,7 @@ def parse_env_args(items: Iterable[str]) -> EnvArgs:
         try:
             value = freeze(yaml.safe_load(text))
             hash(value)
+            json.dumps(value)  # as a checkpoint writes it
         except (yaml.YAMLError, TypeError):
             raise ConfigError(
                 f"--env-args {item}: must be a number, a text, true, false, null or a list of them"

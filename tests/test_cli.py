@@ -304,6 +304,7 @@ def test_no_evaluation(tmp_path):
         ("--env-args size", "--env-args takes name=value, not 'size'"),
         ("--env-args size=3", "CartPole-v1 has no argument 'size'"),
         ("--env-args size=[1", "--env-args size=[1: must be a number, a text"),
+        ("--env-args size=2024-01-01", "--env-args size=2024-01-01: must be a number, a text"),
         ("--env-args size={a:1}", "--env-args size={a:1}: must be a number, a text"),
         ("--action-distribution gaussian", "does not fit CartPole-v1, whose actions are Discrete"),
         ("--env Pendulum-v1 --action-distribution categorical", "use gaussian or tanh_gaussian"),
@@ -406,13 +407,15 @@ def test_values_of_our_own_types():
             "kind=[1,2]",
             "--eval-every",
             "5e4",
+            "--env-args",
+            "deep=true",
         ]
     )
     assert settings.config.total_timesteps == 1_000_000
     assert settings.config.num_envs == 1_024
     assert settings.config.torso_layers == (32, 16)
     assert settings.config.policy_layers == ()
-    assert settings.config.env_args == (("size", 8), ("kind", (1, 2)))
+    assert settings.config.env_args == (("size", 8), ("kind", (1, 2)), ("deep", True))
     assert settings.run.eval_every == 50_000
 
 

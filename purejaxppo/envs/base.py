@@ -163,6 +163,7 @@ class Vectorized:
 
     def begin_rollout(self, key: Array, state: VectorState) -> VectorState:
         """Draws the pool of start states; consumes key."""
+        state = state.replace(obs=_finite_or_zeros(state.obs))  # of the very first episodes
         if self.reset_mode == "fresh":
             return state
         pool = self._draw(key, (self.pool_size, self.num_envs))
@@ -201,7 +202,7 @@ class Vectorized:
             start = jax.tree.map(lambda x: x[state.pool_index], state.pool)
         after = VectorState(
             env=_select(ended, start.state, env),
-            obs=_select(ended, start.obs, timestep.obs),
+            obs=_finite_or_zeros(_select(ended, start.obs, timestep.obs)),
             score=jnp.where(ended, 0.0, score),
             length=jnp.where(ended, 0, length),
             pool=state.pool,
@@ -210,10 +211,8 @@ class Vectorized:
         return after, timestep, Episode(ended, score, length)
 
     def _start(self, key: Array) -> tuple[PyTree, Array]:
-        """(state, obs) of a new episode; zeros are seen of it where obs is not finite."""
         state, obs = self.env.reset(key)
-        obs = self._cast(obs)
-        return strong_types(state), jnp.where(_all_finite(obs), obs, jnp.zeros_like(obs))
+        return strong_types(state), self._cast(obs)
 
     def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
         """Start states [*shape, ...], the last axis being environments; consumes key."""
@@ -266,6 +265,11 @@ def _is_finite(x: Array) -> Array:
 def _all_finite(obs: Array) -> Array:
     """[] whether every entry of an observation is."""
     return jnp.all(_is_finite(obs))
+
+
+def _finite_or_zeros(obs: Array) -> Array:
+    """Observations, zeros in place of numbers that are not finite: an episode may begin with such."""
+    return jnp.where(_is_finite(obs), obs, jnp.zeros_like(obs))
 
 
 def over_runs(function: Callable[..., PyTree], runs: int) -> Callable[..., PyTree]:
