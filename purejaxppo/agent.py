@@ -105,8 +105,8 @@ class Agent:
             obs = obs / 255.0
         if self.network.cnn_layers:
             return obs
-        batch = obs.shape[: obs.ndim - len(self.observation_space.shape)]
-        return obs.reshape(*batch, -1)
+        shape = self.observation_space.shape
+        return obs.reshape(*obs.shape[: obs.ndim - len(shape)], math.prod(shape))
 
     def _policy(self, output: NetworkOutput) -> Distribution:
         match self.action_space:
@@ -180,6 +180,10 @@ def check_spaces(config: Config, observation_space: Space, action_space: Space) 
     """Raises ConfigError where an option does not fit the spaces."""
     if isinstance(observation_space, MultiDiscrete):
         raise ConfigError(f"{config.env}: observations {observation_space} are not supported")
+    if 0 in observation_space.shape:
+        raise ConfigError(
+            f"{config.env}: there is nothing in its observations, {observation_space}"
+        )
     if config.normalize_observations and isinstance(observation_space, Discrete):
         raise ConfigError(
             f"--normalize-observations does not fit {config.env}: its observations are "

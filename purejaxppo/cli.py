@@ -10,6 +10,7 @@ import functools
 import gc
 import io
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -50,11 +51,18 @@ def guarded(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(arguments: list[str]) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # which may lack a letter of a path
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            return command(arguments)
+            status = command(arguments)
+            sys.stdout.flush()
+            return status
         except ConfigError as error:
             print(f"purejaxppo: error: {error}", file=sys.stderr)
             return 2
+        except BrokenPipeError:  # as of `| head`: nobody reads on, also not what is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         except OSError as error:
             print(f"purejaxppo: error: {error}", file=sys.stderr)
             return 1
@@ -92,6 +100,7 @@ def main() -> int:
     return 2
 
 
+@guarded
 def envs_command(arguments: list[str]) -> int:
     """Lists what can be trained."""
     parser = argparse.ArgumentParser(prog="purejaxppo envs", description=envs_command.__doc__)
@@ -259,6 +268,8 @@ def parse(arguments: list[str]) -> Settings:
         base = _to_go_on(known)
     else:
         base = load_settings(env, known.config, known.backend)
+        named = envs.full_name(base.config.env)  # which a file may have in short, too
+        base = dataclasses.replace(base, config=dataclasses.replace(base.config, env=named))
     given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
     base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
     rest = [x for a in rest for x in _WORDS.get(a, [a])]
@@ -292,10 +303,10 @@ def _to_go_on(given: argparse.Namespace) -> Settings:
     if given.config is not None:
         raise ConfigError(f"--config {given.config}: --resume {given.resume} has its own")
     settings = RunDirectory.open(given.resume, given.env).settings
-    for name in ("env", "backend"):
-        asked, has = getattr(given, name), getattr(settings.config, name)
-        if asked is not None and asked != has and (name, envs.full_name(asked)) != ("env", has):
-            raise ConfigError(f"--{name} {asked}: {given.resume} has {has}")
+    if given.backend not in (None, settings.config.backend):
+        raise ConfigError(
+            f"--backend {given.backend}: {given.resume} has {settings.config.backend}"
+        )
     run = dataclasses.replace(settings.run, resume=given.resume, run_dir=None)
     return dataclasses.replace(settings, run=run)
 

@@ -299,8 +299,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:  # of a date that there is not, or of bytes
         line = " ".join(str(error).split())
         raise ConfigError(f"{path}: not YAML: {line}") from None
     if values is None:

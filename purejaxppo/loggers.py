@@ -6,6 +6,7 @@ import csv
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,41 +109,53 @@ class Tables:
             self._trackers.close()
 
 
-def keep_rows(path: Path, until: dict[int, int], target: Path | None = None) -> dict[int, int]:
-    """Leaves of a table only the rows of runs up to an iteration; as a whole or not at all.
+def keep_rows(path: Path, kept: dict[int, dict[str, int]], target: Path | None = None) -> None:
+    """Leaves of a table only the rows of runs up to a checkpoint; as a whole or not at all.
 
     Args:
-        until: run -> last iteration whose row stays.
+        kept: what the checkpoint says of each run: `rows` up to the iteration `until`.
         target: where the rows go instead, as those of run 0 and without what is swept.
 
-    Returns:
-        Run -> how many rows stay.
-
     Raises:
-        ConfigError: it is no such table.
+        ConfigError: it is no such table, or rows are gone.
     """
-    counts = dict.fromkeys(until, 0)
-    if not path.exists() or not path.stat().st_size:
-        return counts
     part = (target or path).with_suffix(".part")
+    until = {run: each["until"] for run, each in kept.items()}
+    there = path.exists() and path.stat().st_size > 0
+    try:
+        counts = _copy_rows(path, part, until, target is not None) if there else Counter()
+        for run, each in kept.items():
+            if counts[run] != each["rows"]:
+                raise ConfigError(
+                    f"{path}: has {counts[run]} rows of run {run} up to its checkpoint, and had "
+                    f"{each['rows']}"
+                )
+    except ConfigError:
+        part.unlink(missing_ok=True)
+        raise
+    if there:
+        os.replace(part, target or path)
+
+
+def _copy_rows(path: Path, part: Path, until: dict[int, int], alone: bool) -> Counter[int]:
+    """Writes the rows of runs up to an iteration, those of a run `alone` as run 0's; counts them by run."""
+    counts: Counter[int] = Counter()
     try:
         with path.open(newline="") as old, part.open("w", newline="") as new:
             rows = csv.reader(old)
             header = next(rows, [])
             run, iteration = header.index("run"), header.index("iteration")
-            shown = [i for i, name in enumerate(header) if not (target and "sweep." in name)]
+            shown = [i for i, name in enumerate(header) if not (alone and "sweep." in name)]
             writer = csv.writer(new)
             writer.writerow([header[i] for i in shown])
             for row in rows:
                 # The last one may have been cut off.
                 if len(row) == len(header) and int(row[iteration]) <= until.get(int(row[run]), 0):
                     counts[int(row[run])] += 1
-                    row[run] = "0" if target else row[run]
+                    row[run] = "0" if alone else row[run]
                     writer.writerow([row[i] for i in shown])
     except ValueError:
-        part.unlink()
         raise ConfigError(f"{path}: not a table of a training") from None
-    os.replace(part, target or path)
     return counts
 
 

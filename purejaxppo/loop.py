@@ -148,9 +148,9 @@ class Training:
 
     def _fit_into(self, memory: Memory) -> None:
         """Smaller blocks where these runs would not fit."""
-        footprint = make_footprint(
-            self.trainer.setup, self.plan, self._shapes, self._saved_bytes // len(self.runs)
-        )
+        saved = self._saved_bytes // len(self.runs)
+        episodes = self._eval_env.num_envs
+        footprint = make_footprint(self.trainer.setup, self.plan, self._shapes, saved, episodes)
         room = memory.of(self.plan.num_devices * self.plan.shards)
         if self.external:
             room -= _external_bytes(self.config, self.options, len(self.runs))
@@ -164,8 +164,8 @@ class Training:
             raise ConfigError(
                 f"{len(self.runs)} runs in blocks of {least.block} need "
                 f"{gib(footprint.total(least))} beside the program itself, and there is room for "
-                f"{gib(room)}: give fewer runs, a smaller --runs-per-block or --num-envs, or more "
-                "--memory-limit"
+                f"{gib(room)}: give fewer runs, a smaller --runs-per-block, --num-envs or "
+                "--eval-episodes, or more --memory-limit"
             )
         self._lay_out(plan)
 

@@ -123,7 +123,7 @@ def load_all_policies(directory: RunDirectory, best: bool) -> list[Policy]:
     """
     begun = [i for i in range(len(directory.programs)) if directory.has_begun(i)]
     if not begun:
-        raise ConfigError(f"{directory.path}: there is no checkpoint yet")
+        directory.latest(0)
     loaded = [
         policy
         for program in begun

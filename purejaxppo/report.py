@@ -366,7 +366,9 @@ def _options(results: list[Result], name: str) -> list[Any]:
 def _draw_option(axes: Any, name: str, results: list[Result]) -> None:
     """A point a setting, and the runs that share a value together, with their interval."""
     values = _options(results, name)
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    numeric = all(
+        isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values
+    )
     for place, value in enumerate(values):
         x = value if numeric else place
         finals = np.array([r.outcome.final for r in results if r.setting.swept[name] == value])

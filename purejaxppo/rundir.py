@@ -21,6 +21,7 @@ import yaml
 from purejaxppo import checkpoint
 from purejaxppo.checkpoint import Checkpoint, Writer
 from purejaxppo.config import Settings, load_settings
+from purejaxppo.envs import full_name
 from purejaxppo.loggers import keep_rows
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 from purejaxppo.values import ConfigError
@@ -41,7 +42,7 @@ class RunDirectory:
         """What a directory says; nothing in it is run.
 
         Args:
-            env: repeats an environment `my_module:MyEnv`, and so allows its module to be imported.
+            env: repeats the environment, and so allows the module of `my_module:MyEnv` to be imported.
 
         Raises:
             ConfigError: it is not a run directory, or another's code would be run.
@@ -54,7 +55,9 @@ class RunDirectory:
             raise ConfigError(f"{path}: not a run directory: {what}")
         settings = load_settings(file=path / "config.yaml")
         named = settings.config.env
-        if ":" in named and env != named:
+        if env is not None and full_name(env) != full_name(named):
+            raise ConfigError(f"--env {env}: {path} has {named}")
+        if ":" in named and env is None:
             raise ConfigError(
                 f"{path}: would run the code of {named}: say --env {named} if you trust it"
             )
@@ -88,7 +91,8 @@ class RunDirectory:
         if found is None:
             runs = self.programs[program]
             of = f" of {runs[0].name}" if len(self.programs) > 1 else ""
-            raise ConfigError(f"{self.path}: there is no checkpoint{of} yet")
+            none = "yet" if self.settings.run.keep else "as it was trained with --keep 0"
+            raise ConfigError(f"{self.path}: there is no checkpoint{of} {none}")
         check_options(found.facts["options"], self.settings, found.path)
         return found
 
@@ -196,7 +200,7 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
     """One run of a sweep as a run directory of its own, which can be gone on with.
 
     Raises:
-        ConfigError: there is no checkpoint, or `run_dir` is in use.
+        ConfigError: there is no checkpoint, a table has lost rows, or `run_dir` is in use.
     """
     program, place = directory.place(number)
     found, run = directory.latest(program), directory.programs[program][place]
@@ -216,16 +220,19 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
     with contextlib.ExitStack() as held:
         own = create(Settings(options, run.setting.config, run.setting.hyper), held)
         for name, kept in found.facts["tables"].items():
-            keep_rows(directory.path / name, {number: kept["until"]}, own.path / name)
+            keep_rows(directory.path / name, {number: kept}, own.path / name)
         facts = {**found.facts, "options": options_of(own.settings), "diverged": diverged}
         held.enter_context(Writer(own.checkpoints(0), options.keep, {})).save(arrays, facts)
     return own
 
 
 def has_results(path: Path) -> bool:
-    """Whether anything was trained there, when a command last ended."""
+    """Whether anything was trained there, when a command last ended; yes where that cannot be read."""
     summary = path / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["env_steps"] > 0
+    try:
+        return summary.exists() and json.loads(summary.read_text())["env_steps"] > 0
+    except (ValueError, KeyError, TypeError):
+        return True
 
 
 def write_config(path: Path, settings: Settings) -> None:
@@ -264,18 +271,16 @@ def check_options(saved: Mapping[str, object], settings: Settings, where: Path) 
     """
     now, defaults = options_of(settings), options_of(Settings())
     swept = any("total_timesteps" in item for item in settings.run.sweep)
-    free = () if swept else ("total_timesteps",)
+    but = "" if swept else " but for --total-timesteps"
     for name in now:
         before = saved.get(name, defaults[name])
-        if name not in free and _plain(before) != _plain(now[name]):
+        if (swept or name != "total_timesteps") and _json(before) != _json(now[name]):
             raise ConfigError(
                 f"--{name.replace('_', '-')} {now[name]}: {where} has {before}, and what is trained "
-                "cannot change but for --total-timesteps"
+                f"cannot change{but}"
             )
 
 
-def _plain(value: object) -> object:
-    """As it comes back from JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+def _json(value: object) -> str:
+    """The same of what comes back from JSON, tuples as lists, and of NaN."""
+    return json.dumps(value, sort_keys=True)

@@ -24,6 +24,9 @@ _NOT_SWEPT = {
     "seed": "every setting has the same seeds; --num-seeds says how many",
 }
 
+# Options of several whole numbers.
+_SIZES = ("torso_layers", "policy_layers", "value_layers", "resize")
+
 
 @dataclass(frozen=True)
 class Range:
@@ -67,7 +70,7 @@ def show(value: Any) -> str:
         return show_cnn_layers(value) if layers else "x".join(map(str, value))
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def describe(swept: dict[str, Any]) -> str:
@@ -150,7 +153,7 @@ def _check_name(name: str, before: list[str]) -> None:
 
 
 def _values(name: str, text: str) -> list[Any]:
-    """Values separated by commas; widths of layers are written 64x64, convolutions by name."""
+    """Values separated by commas; widths of layers and sizes are written 64x64, convolutions by name."""
     hint = (get_type_hints(Config) | get_type_hints(Hyper))[name]
     values = []
     for part in text.split(","):
@@ -158,7 +161,7 @@ def _values(name: str, text: str) -> list[Any]:
         raw = {"none": None, "true": True, "false": False}.get(part, part)
         if name == "cnn_layers" and raw not in (None, *CNN_LAYERS):
             raise ConfigError(f"--sweep {name}={text}: must be of {', '.join(CNN_LAYERS)}, none")
-        if raw is not None and "layers" in name and name != "cnn_layers":
+        if raw is not None and name in _SIZES:
             raw = [width for width in part.split("x") if width]
         value = coerce(f"--sweep {name}", raw, hint)
         if value in values:
@@ -240,7 +243,8 @@ class Outcome:
     def statistics(self) -> dict[str, Any]:
         """As `summary.json` has them; intervals are 95% bootstrap intervals over seeds."""
         return {
-            "swept": self.swept,
+            # JSON has no infinity.
+            "swept": {n: str(v) if v == math.inf else v for n, v in self.swept.items()},
             "runs": self.runs,
             "env_steps": self.env_steps,
             "iqm": float(iqm(self.final)),

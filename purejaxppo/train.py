@@ -25,6 +25,7 @@ from purejaxppo.distributions import noise_size
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
+from purejaxppo.validation import validated
 from purejaxppo.values import ConfigError
 
 # Most iterations a chunk can be asked for: enough that launching it costs nothing.
@@ -47,8 +48,12 @@ def make_setup(
         seeds: of the runs, see `envs.vectorize`.
 
     Raises:
-        ConfigError: an unknown environment, or an option that does not fit it.
+        ConfigError: a value that an option does not allow, an unknown environment, or an option
+            that does not fit it.
     """
+    if jax.dtypes.result_type(float) != np.float32:
+        raise ConfigError("JAX_ENABLE_X64: all is computed in float32; turn it off")
+    config = validated(config)
     if env is None:
         env = envs.make(config.env, config.env_options)
     vector = envs.vectorize(config, env, seeds=seeds)
@@ -71,14 +76,14 @@ def make_train(
         raise ConfigError(
             f"{config.env} lives outside of the program: train it by the command line"
         )
-    iterations = float(config.iterations)
+    count = setup.config.iterations
 
     def train(key: Array, hyper: Hyper) -> tuple[TrainState, Metrics]:
         hyper = as_arrays(hyper)
         return jax.lax.scan(
-            lambda state, _: ppo.iterate(setup, state, hyper, iterations),
+            lambda state, _: ppo.iterate(setup, state, hyper, float(count)),
             ppo.init(setup, key, hyper),
-            length=config.iterations,
+            length=count,
         )
 
     return train
@@ -168,11 +173,14 @@ class Footprint:
         return (plan.padded * self.held + plan.num_devices * plan.block * self.work) * plan.shards
 
 
-def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree, saved: int = 0) -> Footprint:
+def make_footprint(
+    setup: ppo.Setup, plan: Plan, states: PyTree, saved: int = 0, eval_episodes: int = 0
+) -> Footprint:
     """The footprint of a run whose states have these shapes, of all that the plan computes.
 
     Args:
         saved: bytes of a run that are on their way to a checkpoint.
+        eval_episodes: of an evaluation.
 
     How often rollout, state and activations are there at a time was read off compiled programs.
     """
@@ -185,7 +193,10 @@ def make_footprint(setup: ppo.Setup, plan: Plan, states: PyTree, saved: int = 0)
     rollout = config.batch_size * per_sample
     metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
     held = 2 * state + metrics + saved // plan.shards
-    return Footprint(held, int(2.5 * rollout + 2 * (state + pool) + 2.5 * _activations(setup)))
+    work = int(2.5 * rollout + 2 * (state + pool) + 2.5 * _activations(setup))
+    per_episode = 2 * nbytes(states.env_state) // (each * config.num_envs)
+    per_episode += 4 * setup.agent.num_units
+    return Footprint(held, max(work, eval_episodes * per_episode))
 
 
 def nbytes(shapes: PyTree) -> int:
@@ -343,7 +354,7 @@ def cpu_options(setup: ppo.Setup, effort: int) -> dict[str, Any]:
     """How XLA compiles for CPUs.
 
     Level 1 of its effort compiles a third faster than its default and runs as fast. For what runs once,
-    level 0 and the older emitters of kernels compile in a quarter of that. A program with EnvPool has
+    level 0 and the older emitters of kernels compile in a third of that. A program with EnvPool has
     all cores for its one device, and YNNPACK takes only one for each of Winograd's small products: it
     is left the reductions alone.
     """

@@ -6,11 +6,12 @@ import math
 import re
 from typing import Any
 
-from purejaxppo.config import Config, Hyper, RunOptions, Settings
+from purejaxppo.config import Config, Hyper, RunOptions, Settings, make_settings
 from purejaxppo.networks import ACTIVATIONS
 from purejaxppo.values import ConfigError, parse_bytes
 
 _LOGS = ("tensorboard", "wandb")
+_MOST_RUNS = 10**6  # each is an object on the host
 
 
 def validate(settings: Settings) -> None:
@@ -52,14 +53,22 @@ def validate(settings: Settings) -> None:
     _validate_together(config, hyper, run)
 
 
+def validated(config: Config) -> Config:
+    """A configuration made in Python: every value of its option's type, and what `validate` checks."""
+    settings = make_settings(vars(config))
+    validate(settings)
+    return settings.config
+
+
 def validate_run(run: RunOptions) -> None:
     """Raises ConfigError for a value out of range."""
     for name in ("seed", "eval_episodes", "metrics_rows", "checkpoint_every", "keep"):
         require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
     for name in run.log:
         require(name in _LOGS, "log", name, f"one of {', '.join(_LOGS)}")
-    require(run.num_seeds >= 1, "num_seeds", run.num_seeds, "at least 1")
-    require(run.seed + run.num_seeds <= 2**32, "seed", run.seed, "below 2**32")
+    require(1 <= run.num_seeds <= _MOST_RUNS, "num_seeds", run.num_seeds, f"in 1 ... {_MOST_RUNS}")
+    most = 2**32 - run.num_seeds
+    require(run.seed <= most, "seed", run.seed, f"at most 2**32 - --num-seeds, {most}")
     require(
         run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
     )

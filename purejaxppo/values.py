@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import re
 import types
 from collections.abc import Iterable
@@ -16,6 +15,9 @@ from purejaxppo.convolutions import CNN_LAYERS, CnnLayers
 
 EnvArgs = tuple[tuple[str, Any], ...]
 
+# Numbers that YAML 1.1 reads as texts.
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+
 
 class ConfigError(ValueError):
     """An option that cannot be used. Its message is one line that a user can act on."""
@@ -26,13 +28,12 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     try:
         return _convert(value, hint)
     except (TypeError, ValueError):
-        allowed = "name: value" if hint == EnvArgs else _describe(hint)
-        raise ConfigError(f"{name}: {value!r} is not {allowed}") from None
+        raise ConfigError(f"{name}: {value!r} is not {_describe(hint)}") from None
 
 
 def _convert(value: Any, hint: Any) -> Any:
     if hint == EnvArgs:
-        return tuple((str(k), freeze(v)) for k, v in dict(value).items())
+        return tuple((str(k), parse_argument(v)) for k, v in dict(value).items())
     if get_origin(hint) in (Union, types.UnionType):
         first, second = get_args(hint)
         if get_origin(first) is Literal:
@@ -60,6 +61,8 @@ def _convert(value: Any, hint: Any) -> Any:
 
 def _describe(hint: Any) -> str:
     arguments = get_args(hint)
+    if hint == EnvArgs:
+        return f"name: value, each {_ARGUMENT}"
     if hint == CnnLayers:
         return f"one of {', '.join(CNN_LAYERS)}, or features x kernel x stride as 32x8x4,64x4x2"
     if get_origin(hint) in (Union, types.UnionType):
@@ -72,9 +75,22 @@ def _describe(hint: Any) -> str:
     return names.get(hint, str(hint))
 
 
-def freeze(value: Any) -> Any:
-    """Lists as tuples, so that the value can be hashed."""
-    return tuple(freeze(item) for item in value) if isinstance(value, list) else value
+_ARGUMENT = "a number, a text, true, false, null or a list of them"
+
+
+def parse_argument(value: Any) -> Any:
+    """An environment's argument as YAML reads it, but 1e6 as a number and lists as tuples.
+
+    Raises:
+        TypeError: what can not be hashed, or written in a checkpoint.
+    """
+    if isinstance(value, list | tuple):
+        return tuple(parse_argument(item) for item in value)
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return int(float(value)) if float(value).is_integer() else float(value)
+    if not isinstance(value, int | float | str | None):
+        raise TypeError
+    return value
 
 
 def thaw(value: Any) -> Any:
@@ -86,22 +102,17 @@ def parse_env_args(items: Iterable[str]) -> EnvArgs:
     """name=value ... with values as YAML reads them.
 
     Raises:
-        ConfigError: an item without a name or without an equals sign, or no such value.
+        ValueError: an item without a name or without an equals sign, or no such value.
     """
     pairs = []
     for item in items:
         name, equals, text = item.partition("=")
         if not (name and equals):
-            raise ConfigError(f"--env-args takes name=value, not {item!r}")
+            raise ValueError(f"{item!r} is not name=value")
         try:
-            value = freeze(yaml.safe_load(text))
-            hash(value)
-            json.dumps(value)  # as a checkpoint writes it
-        except (yaml.YAMLError, TypeError):
-            raise ConfigError(
-                f"--env-args {item}: must be a number, a text, true, false, null or a list of them"
-            ) from None
-        pairs.append((name, value))
+            pairs.append((name, parse_argument(yaml.safe_load(text))))
+        except (yaml.YAMLError, TypeError, ValueError):
+            raise ValueError(f"{item}: must be {_ARGUMENT}") from None
     return tuple(pairs)
 
 

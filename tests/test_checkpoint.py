@@ -190,6 +190,8 @@ def test_results_without_a_checkpoint_are_not_thrown_away(copied, capsys):
     before = {file.name: file.read_bytes() for file in copied.iterdir()}
     assert "has results, and no checkpoint to go on from" in refused(capsys, "--resume", copied)
     assert before == {file.name: file.read_bytes() for file in copied.iterdir()}
+    (copied / "summary.json").write_text("{")
+    assert "has results, and no checkpoint to go on from" in refused(capsys, "--resume", copied)
 
 
 def test_a_training_killed_before_its_first_checkpoint_begins_anew(copied, tmp_path, capsys):
@@ -666,6 +668,10 @@ def test_extract_is_a_run_directory(swept, tmp_path, capsys):
     assert rows(own / "metrics.csv") == [row | {"run": "0"} for row in mine]
     assert cli.extract_command(arguments) == 2
     assert "in use" in capsys.readouterr().err
+    (whole / "evaluation.csv").unlink()
+    other = [str(whole), "--run", "3", "--output", str(tmp_path / "other")]
+    assert cli.extract_command(other) == 2
+    assert "evaluation.csv: has 0 rows of run 3 up to its checkpoint" in capsys.readouterr().err
 
 
 def test_load_policy_is_the_policy_that_was_trained(swept):
@@ -681,6 +687,7 @@ def test_load_policy_is_the_policy_that_was_trained(swept):
     np.testing.assert_array_equal(policy(obs), logits.argmax(-1))
     np.testing.assert_array_equal(policy(obs[0]), logits[0].argmax())
     np.testing.assert_array_equal(policy(obs.reshape(5, 10, 4)), logits.argmax(-1).reshape(5, 10))
+    assert policy(obs[:0]).shape == (0,)
     with pytest.raises(ValueError, match=r"do not end in \[4\]"):
         policy(obs[:, :3])
     sampled = [policy(obs, jax.random.key(i)) for i in range(200)]
@@ -726,6 +733,7 @@ def test_wrong_runs(swept, trained, tmp_path, capsys, monkeypatch):
     assert cli.evaluate_command(["run", "--episodes", "2"]) == 0
     shutil.rmtree(shutil.copytree(trained, tmp_path / "bare") / "checkpoints")
     assert "there is no checkpoint yet" in error(tmp_path / "bare")
+    assert "--env Acrobot-v1: " in error(swept, "--run", "1", "--env", "Acrobot-v1")
 
 
 def test_what_has_no_policy_is_left_out(tmp_path, monkeypatch, capsys):

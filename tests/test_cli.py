@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -289,6 +290,15 @@ def test_no_evaluation(tmp_path):
         ("--num_env 3", "unknown option --num-env; did you mean --num-envs"),
         ("--env CartPol-v1", "unknown environment 'CartPol-v1'; did you mean CartPole-v1"),
         ("--env nowhere:Env", "--env nowhere:Env: No module named 'nowhere'"),
+        ("--env ./mine.py:Env", "write my_module:MyEnv"),
+        ("--env :Env", "write my_module:MyEnv"),
+        ("--env purejaxppo:__version__", ", not a class or function that makes one"),
+        ("--num-seeds 1e9", "--num-seeds 1000000000: must be in 1 ... 1000000"),
+        ("--seed 4294967295 --num-seeds 2", "must be at most 2**32 - --num-seeds, 4294967294"),
+        ("--eval-episodes 1e12", "a smaller --runs-per-block, --num-envs or --eval-episodes"),
+        ("--env-args tau=abc", "--env-args tau=abc: must be a number"),
+        ("--env-args max_steps_in_episode=-1", "max_episode_steps is -1: must be a whole number"),
+        ("--sweep resize=84x84,36x36", "--resize: the observations of CartPole-v1 are Box([4]"),
         ("--env", "--env"),
         ("--num-envs many", "--num-envs: 'many' is not a whole number"),
         ("--num-envs 1.5", "--num-envs: '1.5' is not a whole number"),
@@ -301,11 +311,11 @@ def test_no_evaluation(tmp_path):
         ("--gamma 1.1", "--gamma 1.1: must be in 0 ... 1"),
         ("--desired-kl 0.01 --anneal-learning-rate", "both set the learning rate"),
         ("--activation sin", "--activation sin: must be one of"),
-        ("--env-args size", "--env-args takes name=value, not 'size'"),
+        ("--env-args size", "--env-args: 'size' is not name=value"),
         ("--env-args size=3", "CartPole-v1 has no argument 'size'"),
-        ("--env-args size=[1", "--env-args size=[1: must be a number, a text"),
-        ("--env-args size=2024-01-01", "--env-args size=2024-01-01: must be a number, a text"),
-        ("--env-args size={a:1}", "--env-args size={a:1}: must be a number, a text"),
+        ("--env-args size=[1", "--env-args: size=[1: must be a number, a text"),
+        ("--env-args size=2024-01-01", "--env-args: size=2024-01-01: must be a number, a text"),
+        ("--env-args size={a:1}", "--env-args: size={a:1}: must be a number, a text"),
         ("--action-distribution gaussian", "does not fit CartPole-v1, whose actions are Discrete"),
         ("--env Pendulum-v1 --action-distribution categorical", "use gaussian or tanh_gaussian"),
         ("--env FrozenLake-misc --normalize-observations", "which is one-hot encoded"),
@@ -324,7 +334,7 @@ def test_no_evaluation(tmp_path):
         ("--resize 84", "--resize: '84' is not HEIGHT,WIDTH"),
         ("--policy-layers 64,x", "--policy-layers: 'x' is not a whole number"),
         ("--env MNISTBandit-bsuite", "downloads its data, and that failed"),
-        ("--config missing.yaml", "--config missing.yaml: No such file or directory"),
+        ("--config missing.yaml", "missing.yaml: No such file or directory"),
         ("--run-dir /proc/nothing", "--run-dir /proc/nothing"),
         ("--sweep lerning_rate=1,2", "--sweep lerning_rate: no such option; did you mean"),
         ("--sweep gamma=0.9 --sweep ent_coef=1,-1", "--ent-coef -1.0: must be at least 0"),
@@ -381,6 +391,24 @@ def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):
     assert status == 1
     assert np.isfinite(float(rows(path / "metrics.csv")[0]["policy_loss"]))
     assert json.loads((path / "summary.json").read_text())["diverged_runs"] == [0]
+
+
+def test_letters_that_the_output_lacks_are_numbers(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.guarded(lambda _: print("é") or 0)([]) == 0
+    assert written.getvalue() == b"\\xe9\n"
+
+
+def test_nobody_reads_on(monkeypatch, capsys):
+    """As after `purejaxppo envs | head -1`: no traceback, neither then nor when Python ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.envs_command([]) == 1
+        pipe.flush()
+    assert capsys.readouterr().err == ""
 
 
 def test_help_is_grouped(capsys):

@@ -135,8 +135,8 @@ def test_wrong_names_and_types(values, message):
         ({"microbatch_size": 0}, "--microbatch-size 0"),
         ({"pool_size": 0}, "--pool-size 0"),
         ({"seed": -1}, "--seed -1: must be at least 0"),
-        ({"num_seeds": 0}, "--num-seeds 0: must be at least 1"),
-        ({"seed": 2**32}, "--seed 4294967296: must be below"),
+        ({"num_seeds": 0}, "--num-seeds 0: must be in 1"),
+        ({"seed": 2**32}, "--seed 4294967296: must be at most"),
         ({"eval_every": -5}, "--eval-every -5"),
         ({"metrics_rows": -1}, "--metrics-rows -1"),
         ({"runs_per_block": 0}, "--runs-per-block 0"),
@@ -159,11 +159,19 @@ def test_every_number_has_a_range():
 
 
 def test_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"--config .*missing.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"missing.yaml: No such file"):
         load_settings(file=tmp_path / "missing.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [1")
     with pytest.raises(ConfigError, match=r"broken.yaml: not YAML"):
+        load_settings(file=broken)
+    broken.write_text("seed: 2024-13-01")
+    with pytest.raises(ConfigError, match=r"broken.yaml: not YAML: month must be"):
+        load_settings(file=broken)
+    broken.write_text("env_args: {start: 2024-12-01}")
+    with pytest.raises(
+        ConfigError, match=r"broken.yaml: env_args: .* is not name: value, each a num"
+    ):
         load_settings(file=broken)
     broken.write_text("just text")
     with pytest.raises(ConfigError, match="not a mapping"):
@@ -190,7 +198,9 @@ def test_parsers():
     assert parse_env_args(["size=8", "flag=true", "xs=[1, 2]"]) == (
         ("size", 8), ("flag", True), ("xs", (1, 2)),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="takes name=value, not 'size'"):
+    # YAML 1.1 reads these as texts.
+    assert parse_env_args(["steps=1e3", "rate=2e-3"]) == (("steps", 1000), ("rate", 0.002))
+    with pytest.raises(ValueError, match="'size' is not name=value"):
         parse_env_args(["size"])
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnax.environments import spaces as gymnax_spaces
 
 from purejaxppo import envs
 from purejaxppo.envs import Vectorized
@@ -195,6 +196,31 @@ def test_unknown_name_suggests_the_nearest():
         envs.make("CartPole-v2")
 
 
+class Duck:
+    """Almost in Gymnax's style."""
+
+    step_env = reset_env = observation_space = action_space = None
+
+
+class ForeignSpaces(Countdown):
+    action_space = gymnax_spaces.Discrete(2)
+
+
+def unlimited():
+    return Countdown(limit="never")
+
+
+class TooSmall(Countdown):
+    """Begins with observations of another shape."""
+
+    observation_space = Box(0.0, 9.0, (2,))
+
+
+def test_a_first_observation_of_another_shape_fails_by_name():
+    with pytest.raises(AssertionError, match="obs of reset"):
+        play(Vectorized(TooSmall(), 2), 4)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -202,6 +228,9 @@ def test_unknown_name_suggests_the_nearest():
         ("purejaxppo.envs:Nothing", "purejaxppo.envs has no 'Nothing'"),
         ("purejaxppo.spaces:Discrete", r"missing a required argument: 'n'"),
         ("collections:Counter", "it has no observation_space"),
+        ("test_envs:Duck", "it has no is_truncated"),
+        ("test_envs:ForeignSpaces", "its action_space is Discrete.*, none of purejaxppo.spaces"),
+        ("test_envs:unlimited", "its max_episode_steps is 'never': must be a whole number"),
     ],
 )
 def test_own_environment_that_cannot_be_used(name, message):
@@ -222,6 +251,8 @@ def test_a_mistake_within_a_module_is_not_hidden(tmp_path, monkeypatch):
         ("DeepSea-bsuite", {"siz": 4}, "has no argument 'siz'; did you mean size"),
         ("CartPole-v1", {"colour": 1}, "CartPole-v1 has no argument 'colour'.*it has force_mag"),
         ("MetaMaze-misc", {"maze_size": 4}, "--env-args of MetaMaze-misc"),
+        ("CartPole-v1", {"tau": "abc"}, "--env-args tau=abc: must be a number"),
+        ("CartPole-v1", {"max_steps_in_episode": 0}, "max_episode_steps is 0: must be a whole"),
         ("scripts.custom_environment:Corridor", {"lenght": 4}, "unexpected keyword .*'lenght'"),
     ],
 )

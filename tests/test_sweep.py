@@ -17,6 +17,7 @@ from purejaxppo.sweep import (
     make_runs,
     make_settings_of,
     programs,
+    show,
 )
 from purejaxppo.values import ConfigError
 
@@ -204,3 +205,18 @@ def test_settings_are_ranked_by_iqm_then_mean_then_area():
     assert [id(x) for x in ranked[:3]] == [id(faster), id(best), id(unlucky)]
     assert unlucky.statistics()["diverged"] == 1
     assert unlucky.statistics()["mean"] == -np.inf
+
+
+def test_what_json_cannot_write_is_swept_all_the_same():
+    swept = make_settings_of(Settings(RunOptions(sweep=("max_grad_norm=0.5,inf",))))[1].swept
+    endless = dataclasses.replace(outcome(1.0), swept=swept)
+    assert endless.statistics()["swept"] == {"max_grad_norm": "inf"}
+
+
+def test_values_are_shown_as_they_were_written():
+    written = ["0.00025", "0.123456789", "1e-05", "0.1", "inf", "none"]
+    settings = make_settings_of(Settings(RunOptions(sweep=(f"target_kl={','.join(written)}",))))
+    assert [show(setting.swept["target_kl"]) for setting in settings] == written
+    (small, large) = make_settings_of(Settings(RunOptions(sweep=("resize=36x36,84x72",))))
+    assert (small.config.resize, large.config.resize) == ((36, 36), (84, 72))
+    assert show(large.swept["resize"]) == "84x72"

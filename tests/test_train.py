@@ -29,6 +29,7 @@ from purejaxppo.train import (
     stack_hypers,
     suits_one_thread,
 )
+from purejaxppo.values import ConfigError
 
 CONFIG = Config(
     num_envs=4,
@@ -182,6 +183,30 @@ def test_the_whole_training_as_one_function_of_key_and_hyper(trained):
     (expected, _), expected_metrics = trained
     assert relative_distance(state.params, expected) < 1e-4
     np.testing.assert_allclose(metrics.value_loss, expected_metrics.value_loss, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize_advantages": "minbatch"}, "normalize_advantages: 'minbatch' is not one of"),
+        ({"num_envs": 0}, "--num-envs 0: must be at least 1"),
+        ({"num_minibatches": 3}, "is not divisible by --num-minibatches 3"),
+        ({"torso_layers": "64"}, "torso_layers: '64' is not a list of whole numbers"),
+    ],
+)
+def test_a_configuration_made_in_python_is_validated(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_train(dataclasses.replace(CONFIG, **options))
+
+
+def test_whole_numbers_may_be_written_as_floats_in_python():
+    config = dataclasses.replace(CONFIG, total_timesteps=1e2)
+    assert make_setup(config).config.total_timesteps == 100
+
+
+def test_double_precision_is_refused():
+    with jax.enable_x64(True), pytest.raises(ConfigError, match="JAX_ENABLE_X64"):
+        make_train(CONFIG)
 
 
 def test_chunks_of_a_training_are_the_training(together, trained):

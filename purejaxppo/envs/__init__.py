@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from purejaxppo.config import Config
 from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
 from purejaxppo.envs.images import prepare_images
+from purejaxppo.spaces import Space
 from purejaxppo.values import ConfigError, suggest
 
 Factory = Callable[..., Any]
@@ -121,6 +123,11 @@ EXTERNAL_BYTES = 2 * 2**20
 # Suites that know more names than are listed here.
 _OPEN_SUITES = ("playground", "envpool")
 
+# What an environment of the user's must have: by our protocol, or in Gymnax's style.
+_SPACES = ("observation_space", "action_space")
+_PROTOCOL = (*_SPACES, "max_episode_steps", "may_truncate", "reset", "step")
+_GYMNAX_STYLE = (*_SPACES, "reset_env", "step_env", "is_truncated")
+
 # Name -> the suite's module, imported when one of its environments is asked for, or a factory.
 _REGISTRY: dict[str, str | Factory] = {
     **dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax"),
@@ -168,16 +175,25 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     suite = name.partition("/")[0]
     if entry is None and suite in _OPEN_SUITES:
         entry = f"purejaxppo.envs.{suite}"
-    if entry is None and ":" in name:
-        entry = _import(name)
-    if entry is None:
-        raise ConfigError(
-            f"unknown environment {name!r}{suggest(name, _REGISTRY, most=3)} "
-            "(`purejaxppo envs` lists all; your own: --env my_module:MyEnv)"
-        )
     if isinstance(entry, str):
-        return importlib.import_module(entry).make(name, arguments)
-    return _build(name, entry, arguments)
+        env = importlib.import_module(entry).make(name, arguments)
+    else:
+        env = _build(name, entry or _import(name), arguments)
+    _check(name, env)
+    return env
+
+
+def _check(name: str, env: Environment) -> None:
+    """Raises ConfigError where what an environment says of itself cannot be used."""
+    for attribute in _SPACES:
+        space = getattr(env, attribute)
+        if not isinstance(space, Space):
+            raise ConfigError(f"{name}: its {attribute} is {space!r}, none of purejaxppo.spaces")
+    limit = env.max_episode_steps
+    if limit is not None and not (isinstance(limit, int | np.integer) and limit >= 1):
+        raise ConfigError(
+            f"{name}: its max_episode_steps is {limit!r}: must be a whole number, at least 1, or None"
+        )
 
 
 def has_vectors(name: str) -> bool:
@@ -221,7 +237,14 @@ def vectorize(
 
 
 def _import(name: str) -> Factory:
-    module_name, _, attribute = name.partition(":")
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"unknown environment {name!r}{suggest(name, _REGISTRY, most=3)} "
+            "(`purejaxppo envs` lists all; your own: --env my_module:MyEnv)"
+        )
+    if not re.fullmatch(r"\w+(\.\w+)*", module_name) or module_name.endswith(".py"):
+        raise ConfigError(f"--env {name}: write my_module:MyEnv, a module's name as in import")
     if os.getcwd() not in sys.path:  # where the console script does not look
         sys.path.insert(0, os.getcwd())
     try:
@@ -236,9 +259,12 @@ def _import(name: str) -> Factory:
 
 def _build(name: str, factory: Factory, arguments: dict[str, Any]) -> Environment:
     """An environment of the user's: by our protocol, or of Gymnax's style."""
+    if not callable(factory):
+        raise ConfigError(f"--env {name}: is {factory!r}, not a class or function that makes one")
     if hasattr(factory, "step_env"):
         from purejaxppo.envs import gymnax
 
+        _require(name, factory, _GYMNAX_STYLE)
         return gymnax.build(name, factory, arguments)
     try:
         inspect.signature(factory).bind(**arguments)
@@ -248,18 +274,17 @@ def _build(name: str, factory: Factory, arguments: dict[str, Any]) -> Environmen
     if hasattr(env, "step_env"):
         from purejaxppo.envs import gymnax
 
+        _require(name, env, _GYMNAX_STYLE)
         return gymnax.GymnaxEnvironment(env)
-    for attribute in (
-        "observation_space",
-        "action_space",
-        "max_episode_steps",
-        "may_truncate",
-        "reset",
-        "step",
-    ):
+    _require(name, env, _PROTOCOL)
+    return env
+
+
+def _require(name: str, env: Any, attributes: Sequence[str]) -> None:
+    """Raises ConfigError for the first attribute that an environment, or its class, has not."""
+    for attribute in attributes:
         if not hasattr(env, attribute):
             raise ConfigError(f"--env {name}: it has no {attribute}; see purejaxppo.envs.base")
-    return env
 
 
 __all__ = [

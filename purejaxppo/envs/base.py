@@ -202,7 +202,7 @@ class Vectorized:
             start = jax.tree.map(lambda x: x[state.pool_index], state.pool)
         after = VectorState(
             env=_select(ended, start.state, env),
-            obs=_finite_or_zeros(_select(ended, start.obs, timestep.obs)),
+            obs=_select(ended, _finite_or_zeros(start.obs), timestep.obs),
             score=jnp.where(ended, 0.0, score),
             length=jnp.where(ended, 0, length),
             pool=state.pool,
@@ -212,7 +212,9 @@ class Vectorized:
 
     def _start(self, key: Array) -> tuple[PyTree, Array]:
         state, obs = self.env.reset(key)
-        return strong_types(state), self._cast(obs)
+        obs = self._cast(obs)
+        chex.assert_shape(obs, self.observation_space.shape, custom_message="obs of reset")
+        return strong_types(state), obs
 
     def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
         """Start states [*shape, ...], the last axis being environments; consumes key."""

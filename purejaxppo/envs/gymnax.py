@@ -99,6 +99,10 @@ def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironmen
     fields = {field.name for field in dataclasses.fields(env.default_params)}
     check_arguments(name, env_args, accepted | fields)
     changes = {k: v for k, v in env_args.items() if k not in accepted}
+    for argument, value in changes.items():
+        numeric = isinstance(getattr(env.default_params, argument), int | float)
+        if numeric and not isinstance(value, int | float):
+            raise ConfigError(f"--env-args {argument}={value}: must be a number")
     return GymnaxEnvironment(env, dataclasses.replace(env.default_params, **changes))
 
 
