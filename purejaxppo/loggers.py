@@ -130,7 +130,7 @@ def keep_rows(path: Path, kept: dict[int, dict[str, int]], target: Path | None =
                     f"{path}: has {counts[run]} rows of run {run} up to its checkpoint, and had "
                     f"{each['rows']}"
                 )
-    except ConfigError:
+    except (ConfigError, OSError):
         part.unlink(missing_ok=True)
         raise
     if there:

@@ -255,6 +255,26 @@ def test_everything_is_compiled_once(name, compiled):
     chex.assert_trees_all_equal(trainer.evaluate(states, hypers, ()), episodes)
 
 
+@pytest.mark.parametrize(("platform", "backend"), [("cuda", "gpu"), ("tpu", "tpu")])
+@pytest.mark.parametrize("name", ["MountainCarContinuous-v0", "Breakout-MinAtar"])
+def test_programs_are_lowered_for_accelerators(name, platform, backend, monkeypatch):
+    """With the branches that those take, and without a call of what only a CPU has."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    config = dataclasses.replace(CONFIG, env=name, normalize_rewards=True)
+    trainer = Trainer(make_setup(config), Plan(num_runs=2, num_devices=1, block=2))
+    start = (np.zeros(2, np.uint32), stack_hypers([Hyper()] * 2), ())
+    states = jax.eval_shape(trainer.init, *start)
+    later = (states, start[1], (np.int32(1), np.float32(1)))
+    for program, arguments in [
+        (trainer.init, start),
+        (trainer.chunk, later),
+        (trainer.evaluate, (states, start[1], ())),
+    ]:
+        lowered = program.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+        assert "stablehlo.while" in lowered
+        assert "custom_call" not in lowered
+
+
 def test_a_plan_is_filled_up_to_whole_blocks_on_every_device():
     assert Plan(num_runs=1, num_devices=1, block=1).padded == 1
     assert Plan(num_runs=7, num_devices=1, block=4).padded == 8
