@@ -243,8 +243,14 @@ def init_optimizer(hyper: Hyper, params: Any) -> OptState:
 
 
 def learning_rate_scale(config: Config, opt_state: OptState, remaining: Array) -> Array:
-    """[] what both learning rates are multiplied by; remaining [] is 1 - i / iterations."""
+    """[] what both learning rates are multiplied by; remaining [] is 1 - i / iterations.
+
+    Raises:
+        ConfigError: they are to be annealed and adapted.
+    """
     if opt_state.adaptive_scale is not None:
+        if config.anneal_learning_rate:
+            raise ConfigError("desired_kl and anneal_learning_rate both set the learning rate")
         return opt_state.adaptive_scale
     return remaining if config.anneal_learning_rate else jnp.ones(())
 

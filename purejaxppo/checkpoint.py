@@ -268,8 +268,16 @@ def finite(params: PyTree) -> np.ndarray:
 
 
 def flatten(prefix: str, tree: PyTree) -> Arrays:
-    """Host arrays by their path in a tree; empty ones are left out."""
-    return {name: leaf for name, leaf in _named(prefix, tree) if leaf.size}
+    """Host arrays by their path in a tree; empty ones are left out.
+
+    Raises:
+        ConfigError: two have one name, as those of {"a.b": x} and {"a": {"b": y}}.
+    """
+    leaves = [(name, leaf) for name, leaf in _named(prefix, tree) if leaf.size]
+    arrays = dict(leaves)
+    if len(arrays) < len(leaves):
+        raise ConfigError(f"{prefix}: names of different arrays are the same, with dots in them")
+    return arrays
 
 
 def _named(prefix: str, tree: PyTree) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from jax import Array
 from purejaxppo.agent import Agent
 from purejaxppo.devices import num_shards, own_share, split_keys
 from purejaxppo.distributions import draw_noise
-from purejaxppo.envs.base import VectorEnvironment
+from purejaxppo.envs.base import VectorEnvironment, finite_start
 from purejaxppo.stats import Moments
 from purejaxppo.types import Episode, PyTree
 
@@ -69,7 +69,9 @@ def evaluate(
     zeros = jnp.zeros(num_envs)
     start = _Progress(
         t=jnp.zeros((), jnp.int32),
-        env_state=env.reset(key_reset),  # no rollout begins: later episodes do not count
+        env_state=finite_start(
+            env.reset(key_reset)
+        ),  # no rollout begins: later episodes do not count
         carry=agent.init_carry(num_envs),
         first=jnp.ones(num_envs, bool),
         episode=Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32)),

@@ -275,6 +275,16 @@ def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return pooled
 
 
+def blank_diverged(metrics: dict[str, np.ndarray], batch_size: int) -> dict[str, np.ndarray]:
+    """Metrics [C, R] without the numbers of runs that have diverged, which mean nothing.
+
+    None of their actions is a number, so no step of the `batch_size` of an iteration is valid.
+    """
+    bad = (metrics["invalid_steps"] == batch_size) & ~np.isfinite(metrics["grad_norm"])
+    blank = {"episodes": 0, "invalid_steps": metrics["invalid_steps"]}
+    return {name: np.where(bad, blank.get(name, np.nan), x) for name, x in metrics.items()}
+
+
 class EvaluationTable:
     """Writes `evaluation.csv`: a row a run [R] and evaluation; `rows` counts those of each run."""
 

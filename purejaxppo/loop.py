@@ -17,7 +17,7 @@ from purejaxppo import envs
 from purejaxppo.checkpoint import Best, Checkpoint, Writer, finite, flatten
 from purejaxppo.config import Config, RunOptions
 from purejaxppo.display import Display
-from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, pool
+from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, blank_diverged, pool
 from purejaxppo.machine import Interrupt, Memory, agree, gib, resident_bytes
 from purejaxppo.policy import Policy
 from purejaxppo.spaces import Box
@@ -391,6 +391,7 @@ class Training:
         metrics = {name: array[..., :count].T for name, array in vars(chunk).items()}
         if self.plan.shards > 1:  # [C, D, R], of each device's environments
             metrics = pool({name: np.moveaxis(array, 1, 0) for name, array in metrics.items()})
+        metrics = blank_diverged(metrics, self.config.batch_size)
         self._metrics.add(metrics)
         losses = metrics["policy_loss"] + metrics["value_loss"] + metrics["grad_norm"]
         self._diverged |= ~np.isfinite(losses).all(axis=0)
@@ -406,11 +407,15 @@ class Training:
         episodes = self.trainer.fetch(self._evaluate(self._states, self._hypers, ()))
         wanted = len(self.runs), self.options.eval_episodes
         episodes = jax.tree.map(lambda x: x.reshape(wanted[0], -1)[:, : wanted[1]], episodes)
+        policies = self._fetch_policies()
+        # What a run that diverged plays is not an episode.
+        good = finite(policies["params"])[:, None]
+        episodes = episodes.replace(ended=episodes.ended & good)
         env_steps = self.iteration * self.config.batch_size
         returns = self._evaluations.add(episodes, self.iteration, env_steps)
         if self.options.keep:
             score = np.where(np.isnan(returns), -np.inf, returns)
-            self._best.update(self._fetch_policies(), self.iteration, score)
+            self._best.update(policies, self.iteration, score)
 
     def _fetch_policies(self) -> dict[str, PyTree]:
         """Host arrays [R, ...] of what acts now."""

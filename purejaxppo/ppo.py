@@ -32,7 +32,7 @@ from purejaxppo.agent import (
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import mean_over_devices, num_shards, own_share
 from purejaxppo.distributions import noise_from_bits, noise_size
-from purejaxppo.envs.base import VectorEnvironment
+from purejaxppo.envs.base import VectorEnvironment, finite_start
 from purejaxppo.losses import (
     Coefficients,
     LossMetrics,
@@ -184,7 +184,7 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
     window = truncation_window(env)
     slots = -(-config.num_steps // window) if window else 0
     actor = Actor(
-        env_state=env.begin_rollout(draws.key_pool, state.env_state),
+        env_state=finite_start(env.begin_rollout(draws.key_pool, state.env_state)),
         first=state.first,
         carry=state.carry,
         final_obs=jnp.zeros((slots, *obs.shape), obs.dtype),
@@ -388,20 +388,26 @@ def _update_minibatch(
     coef = coefficients(config, hyper, remaining)
     gradients = functools.partial(_gradients, setup, state, learner.params, coef)
     grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
-    opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
-    scale = learning_rate_scale(config, opt_state, remaining)
-    params, opt_state, norm = apply_gradients(hyper, learner.params, opt_state, grads, scale)
+    adapted = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
+    scale = learning_rate_scale(config, adapted, remaining)
+    params, opt_state, norm = apply_gradients(hyper, learner.params, adapted, grads, scale)
     stepped = Learner(params, opt_state, learner.stopped)
     if hyper.target_kl is not None:
         stopped = learner.stopped | (losses.approx_kl > hyper.target_kl)
-        stepped = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), learner, stepped)
-        stepped = stepped.replace(stopped=stopped)
+        # The update that went too far is not made, and yet slows down those to come.
+        kept = learner.replace(opt_state=_where(learner.stopped, learner.opt_state, adapted))
+        stepped = _where(stopped, kept, stepped).replace(stopped=stopped)
     return stepped, UpdateMetrics(
         losses=losses,
         grad_norm=norm,
         learning_rate=hyper.learning_rate * scale,
         applied=~stepped.stopped,
     )
+
+
+def _where(condition: Array, chosen: PyTree, other: PyTree) -> PyTree:
+    """Leaves of `chosen` where condition [], else of `other`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
 
 
 def num_microbatches(setup: Setup) -> int:

@@ -98,7 +98,11 @@ def update_return_stats(
 
 
 def return_scale(stats: ReturnStats | None) -> Array:
-    """[] what rewards are divided by: the standard deviation of the return, 1 without statistics."""
+    """[] what rewards are divided by: the standard deviation of the return, 1 without statistics.
+
+    1 also while all returns have been the same, as before the first reward of a sparse one.
+    """
     if stats is None:
         return jnp.ones(())
-    return jnp.sqrt(stats.moments.var + 1e-8)
+    var = stats.moments.var
+    return jnp.where(var > 0, jnp.sqrt(var + 1e-8), 1.0)

@@ -113,6 +113,11 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
             f"--num-envs {config.num_envs} * --num-steps {config.num_steps} = {config.batch_size} "
             f"is not divisible by --num-minibatches {config.num_minibatches}"
         )
+    if config.batch_size == config.num_minibatches and config.normalize_advantages == "minibatch":
+        raise ConfigError(
+            f"--num-minibatches {config.num_minibatches}: a minibatch of one sample has no advantage "
+            "over itself; add --normalize-advantages batch"
+        )
     if config.minibatches == "sequences" and config.num_envs % config.num_minibatches:
         raise ConfigError(
             f"--num-envs {config.num_envs} is not divisible by --num-minibatches "
@@ -120,7 +125,7 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
         )
     if config.normalize_rewards and hyper.reward_scale != Hyper.reward_scale:
         raise ConfigError(
-            f"--reward-scale {hyper.reward_scale} makes no difference with --normalize-rewards"
+            f"--reward-scale {hyper.reward_scale}: --normalize-rewards scales rewards already"
         )
     if hyper.desired_kl is not None and config.anneal_learning_rate:
         raise ConfigError(

@@ -94,6 +94,27 @@ class TimeLimit(Probe):
 
 
 @dataclass(frozen=True)
+class Unusual(Probe):
+    """Begins with numbers, one of them none, goes on with whole ones, and has an empty array.
+
+    Episodes last five steps and earn 5.
+    """
+
+    max_episode_steps: int | None = 5
+    shape: tuple[int, ...] = (2,)
+    observation_space: ClassVar[Any] = property(lambda self: Box(-INF, INF, self.shape))
+
+    def reset(self, key):
+        obs = jnp.ones(self.shape).at[(0,) * len(self.shape)].set(jnp.nan)
+        return {"empty": jnp.zeros((0, 3)), "steps": jnp.zeros(())}, obs
+
+    def step(self, key, state, action):
+        state = {"empty": state["empty"], "steps": state["steps"].astype(jnp.int32) + 1}
+        obs = jnp.ones(self.shape, jnp.int32)
+        return state, TimeStep(obs, jnp.ones(()), NO(), NO())
+
+
+@dataclass(frozen=True)
 class ContinuousTarget(Probe):
     """Episodes of one step that earn -(a - 0.3)^2, on a box whose centre is 0.75: a = 0.3."""
 

@@ -788,6 +788,11 @@ def test_a_directory_from_a_stranger_runs_no_code(copied, tmp_path, capsys):
     assert not marker.exists()
 
 
+def test_arrays_of_one_name_are_not_saved_as_one():
+    with pytest.raises(ConfigError, match="names of different arrays are the same"):
+        checkpoint.flatten("state", {"a.b": np.ones(1), "a": {"b": np.zeros(1)}})
+
+
 def test_nothing_is_pickled(swept, trained):
     for directory in (swept, trained):
         for path in directory.rglob("*"):

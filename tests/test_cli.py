@@ -325,7 +325,7 @@ def test_no_evaluation(tmp_path):
         ("--env Pendulum-v1 --log-std state --init-log-std 2", "lies in -20 ... 2"),
         ("--num-envs 3 --num-steps 8 --minibatches sequences", "as --minibatches sequences needs"),
         ("--reward-scale 0", "--reward-scale 0.0: must be above 0"),
-        ("--normalize-rewards --reward-scale 2", "makes no difference with --normalize-rewards"),
+        ("--normalize-rewards --reward-scale 2", "--normalize-rewards scales rewards already"),
         ("--backend spring", "CartPole-v1 has no argument 'backend'"),
         ("--env swimmer --backend mjx", "--backend mjx: brax/swimmer runs on generalized"),
         ("--env brax/antt", "unknown environment 'brax/antt'; did you mean brax/ant"),
@@ -379,6 +379,42 @@ def test_all_runs_diverged(tmp_path, capsys):
     assert status == 1
     assert json.loads((path / "summary.json").read_text())["diverged_runs"] == [0]
     assert "diverged: run 0, seed 0" in capsys.readouterr().out
+
+
+def test_an_unusual_environment_is_trained_and_evaluated(tmp_path):
+    """In blocks, on several devices."""
+    path = tmp_path / "run"
+    arguments = ["--env", "probes:Unusual", "--num-seeds", "3", "--runs-per-block", "2"]
+    arguments += ["--eval-every", "32", "--eval-episodes", "3", "--run-dir", str(path)]
+    assert train(*arguments, "--total-timesteps", "64") == 0
+    assert train("--env", "probes:Unusual", "--resume", str(path), "--total-timesteps", "96") == 0
+    evaluations = rows(path / "evaluation.csv")
+    assert len(evaluations) == 3 * 3
+    assert {(row["return_mean"], row["length_mean"]) for row in evaluations} == {("5", "5")}
+    table = rows(path / "metrics.csv")
+    assert {(row["invalid_steps"], row["episode_return"]) for row in table} == {("0", "5")}
+
+
+def test_numbers_of_a_run_that_has_diverged_are_left_out(tmp_path):
+    path = tmp_path / "run"
+    arguments = ["--env", "Pendulum-v1", "--total-timesteps", "1280", "--eval-every", "640"]
+    arguments += [
+        "--sweep",
+        "learning_rate=1e-3,1e30",
+        "--eval-episodes",
+        "2",
+        "--metrics-rows",
+        "2",
+    ]
+    assert train(*arguments, "--run-dir", str(path)) == 0
+    good, bad = ([r for r in rows(path / "metrics.csv") if r["run"] == run] for run in "01")
+    assert float(good[1]["episode_return"]) < -100
+    assert (bad[1]["episodes"], bad[1]["invalid_steps"]) == ("0", "640")
+    for name in ("episode_return", "value_mean", "policy_loss", "entropy", "approx_kl"):
+        assert bad[1][name] == ""
+        assert good[1][name] != ""
+    means = [(row["run"], row["return_mean"] != "") for row in rows(path / "evaluation.csv")]
+    assert sorted(means) == [("0", True), ("0", True), ("1", False), ("1", False)]
 
 
 def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):

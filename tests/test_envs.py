@@ -8,6 +8,7 @@ from gymnax.environments import spaces as gymnax_spaces
 
 from purejaxppo import envs
 from purejaxppo.envs import Vectorized
+from purejaxppo.envs.base import finite_start
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.types import TimeStep
 from purejaxppo.values import ConfigError
@@ -47,7 +48,7 @@ def play(env, steps, key=0, rollouts=1):
 
     @jax.jit
     def rollout(state, key):
-        state = env.begin_rollout(key, state)
+        state = finite_start(env.begin_rollout(key, state))
         state, data = jax.lax.scan(step, state, jax.random.split(key, steps))
         return env.end_rollout(state), data
 
@@ -189,6 +190,18 @@ def test_a_first_observation_that_is_not_finite_is_zeros(mode):
     first = obs[1:][episode.ended[:-1]]
     assert {0.0, 3.0, 5.0} == set(first.ravel())
     assert timestep.valid.all()
+
+
+@pytest.mark.parametrize(("said", "given"), [("float32", jnp.uint8), ("uint8", jnp.float32)])
+def test_images_are_bytes_where_their_space_says_so_and_only_there(said, given):
+    class Camera(Countdown):
+        observation_space = Box(0.0, 255.0, (4, 4, 3), said)
+
+        def reset(self, key):
+            return jnp.zeros(()), jnp.zeros((4, 4, 3), given)
+
+    with pytest.raises(ConfigError, match=r"bytes are declared as uint8, and nothing else"):
+        Vectorized(Camera(), 2).reset(jax.random.key(0))
 
 
 def test_unknown_name_suggests_the_nearest():

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probes import Probe
+from probes import Probe, Unusual
 from test_envs import play
 
 from purejaxppo import envs
-from purejaxppo.config import Config
+from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.images import Images
 from purejaxppo.spaces import Box
+from purejaxppo.train import make_train
 from purejaxppo.types import TimeStep
 from purejaxppo.values import ConfigError
 
@@ -127,3 +128,14 @@ def test_frames_are_what_an_evaluation_sees_too():
     config = dataclasses.replace(Config(), frame_stack=3)
     assert envs.vectorize(config, FILM, 5).observation_space.shape == (4, 6, 9)
     assert envs.vectorize(config, FILM, 5).num_envs == 5
+
+
+def test_a_first_image_that_is_not_finite_does_not_spoil_the_training():
+    config = Config(
+        total_timesteps=32, num_envs=2, num_steps=8, num_minibatches=2, cnn_layers=(), torso_layers=(8,), frame_stack=3
+    )  # fmt: skip
+    train = jax.jit(make_train(config, Unusual(shape=(2, 2, 1))))
+    state, metrics = train(jax.random.key(0), Hyper())
+    assert np.isfinite(metrics.policy_loss).all()
+    assert np.isfinite(state.env_state.obs).all()
+    assert np.all(metrics.invalid_steps == 0)

@@ -148,5 +148,14 @@ def test_return_trace_by_hand():
 def test_return_scale_is_the_deviation_of_the_return():
     assert return_scale(None) == 1.0
     np.testing.assert_allclose(return_scale(init_return_stats(3)), 1.0, rtol=1e-6)
+    # Nothing has been earned so far: what comes first is not multiplied by 10,000.
+    nothing = update_return_stats(
+        init_return_stats(1),
+        jnp.zeros((4, 1)),
+        jnp.zeros((4, 1), bool),
+        jnp.ones((4, 1), bool),
+        0.5,
+    )
+    assert return_scale(nothing) == 1.0
     moments = Moments(jnp.array(5.0), jnp.array(100.0), jnp.array(9.0), jnp.array(0.0))
     np.testing.assert_allclose(return_scale(ReturnStats(moments, jnp.zeros(3))), 3.0, rtol=1e-6)

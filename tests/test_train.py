@@ -191,12 +191,30 @@ def test_the_whole_training_as_one_function_of_key_and_hyper(trained):
         ({"normalize_advantages": "minbatch"}, "normalize_advantages: 'minbatch' is not one of"),
         ({"num_envs": 0}, "--num-envs 0: must be at least 1"),
         ({"num_minibatches": 3}, "is not divisible by --num-minibatches 3"),
+        ({"num_minibatches": CONFIG.batch_size}, "a minibatch of one sample has no advantage"),
         ({"torso_layers": "64"}, "torso_layers: '64' is not a list of whole numbers"),
     ],
 )
 def test_a_configuration_made_in_python_is_validated(options, message):
     with pytest.raises(ConfigError, match=message):
         make_train(dataclasses.replace(CONFIG, **options))
+
+
+def test_what_both_sets_the_learning_rate_is_refused_in_python():
+    train = make_train(CONFIG)
+    with pytest.raises(ConfigError, match="both set the learning rate"):
+        jax.eval_shape(train, jax.random.key(0), Hyper(desired_kl=0.01))
+
+
+def test_keys_of_the_older_kind_are_the_same_training():
+    state, _ = jax.eval_shape(make_train(CONFIG), jax.random.PRNGKey(3), Hyper())
+    assert state.key.dtype == jax.random.key(0).dtype
+
+
+@pytest.mark.parametrize("hypers", [[], [Hyper(), Hyper(target_kl=0.1)]])
+def test_hypers_that_cannot_be_stacked(hypers):
+    with pytest.raises(ConfigError, match="at least one, and all with the same"):
+        stack_hypers(hypers)
 
 
 def test_whole_numbers_may_be_written_as_floats_in_python():

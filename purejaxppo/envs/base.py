@@ -14,7 +14,7 @@ from flax import struct
 from jax import Array
 
 from purejaxppo.devices import split_keys
-from purejaxppo.spaces import Space
+from purejaxppo.spaces import Box, Space
 from purejaxppo.types import Episode, PyTree, TimeStep
 from purejaxppo.values import ConfigError
 
@@ -163,7 +163,6 @@ class Vectorized:
 
     def begin_rollout(self, key: Array, state: VectorState) -> VectorState:
         """Draws the pool of start states; consumes key."""
-        state = state.replace(obs=_finite_or_zeros(state.obs))  # of the very first episodes
         if self.reset_mode == "fresh":
             return state
         pool = self._draw(key, (self.pool_size, self.num_envs))
@@ -195,7 +194,12 @@ class Vectorized:
         timestep = self._checked(raw, length)
         score = state.score + timestep.reward
         ended = timestep.terminated | timestep.truncated
-        start = Starts(strong_types(env), timestep.obs)
+        # In the types that it came with, which a rollout's pool would bring about as well.
+        start = jax.tree.map(
+            lambda x, before: _as_dtype(x, before.dtype),
+            Starts(env, timestep.obs),
+            Starts(state.env, state.obs),
+        )
         if fresh:
             start = Starts(*jax.vmap(self._start)(key_reset))
         elif state.pool is not None:
@@ -214,6 +218,7 @@ class Vectorized:
         state, obs = self.env.reset(key)
         obs = self._cast(obs)
         chex.assert_shape(obs, self.observation_space.shape, custom_message="obs of reset")
+        _check_bytes(obs, self.observation_space)
         return strong_types(state), obs
 
     def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
@@ -247,6 +252,17 @@ class Vectorized:
         return finite_or_ended(TimeStep(obs, reward, raw.terminated.astype(bool), truncated), valid)
 
 
+def _check_bytes(obs: Array, space: Space) -> None:
+    """Raises ConfigError where images are bytes 0 ... 255 or their space says so, and not both."""
+    if isinstance(space, Box) and len(space.shape) == 3:
+        said, given = space.dtype == "uint8", obs.dtype == jnp.uint8
+        if said != given and (said or space.bounds[1].max() > 1):
+            raise ConfigError(
+                f"an episode begins with {obs.dtype}{list(obs.shape)}, and its space is {space}: "
+                "bytes are declared as uint8, and nothing else"
+            )
+
+
 def finite_or_ended(step: TimeStep, valid: Array) -> TimeStep:
     """The step [N], which where obs or reward is not finite is an end, not valid, and zeros."""
     finite = _is_finite(step.reward) & jax.vmap(_all_finite)(step.obs)
@@ -272,6 +288,11 @@ def _all_finite(obs: Array) -> Array:
 def _finite_or_zeros(obs: Array) -> Array:
     """Observations, zeros in place of numbers that are not finite: an episode may begin with such."""
     return jnp.where(_is_finite(obs), obs, jnp.zeros_like(obs))
+
+
+def finite_start(state: PyTree) -> PyTree:
+    """The state of vectorised environments, of which the very first observations are not checked."""
+    return state.replace(obs=_finite_or_zeros(state.obs))
 
 
 def over_runs(function: Callable[..., PyTree], runs: int) -> Callable[..., PyTree]:
