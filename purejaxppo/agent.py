@@ -236,7 +236,13 @@ def num_outputs(space: Space) -> int:
 
 
 def init_optimizer(hyper: Hyper, params: Any) -> OptState:
-    """The optimiser's state before the first update."""
+    """The optimiser's state before the first update.
+
+    Raises:
+        ConfigError: hyper has both desired_kl and target_kl.
+    """
+    if hyper.desired_kl is not None and hyper.target_kl is not None:
+        raise ConfigError("target_kl ends an iteration before desired_kl can slow it down")
     adaptive_scale = None if hyper.desired_kl is None else jnp.ones(())
     flat, _ = ravel_pytree(params)
     return OptState(_adam(hyper).init(flat), adaptive_scale)

@@ -388,26 +388,20 @@ def _update_minibatch(
     coef = coefficients(config, hyper, remaining)
     gradients = functools.partial(_gradients, setup, state, learner.params, coef)
     grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
-    adapted = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
-    scale = learning_rate_scale(config, adapted, remaining)
-    params, opt_state, norm = apply_gradients(hyper, learner.params, adapted, grads, scale)
+    opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
+    scale = learning_rate_scale(config, opt_state, remaining)
+    params, opt_state, norm = apply_gradients(hyper, learner.params, opt_state, grads, scale)
     stepped = Learner(params, opt_state, learner.stopped)
     if hyper.target_kl is not None:
         stopped = learner.stopped | (losses.approx_kl > hyper.target_kl)
-        # The update that went too far is not made, and yet slows down those to come.
-        kept = learner.replace(opt_state=_where(learner.stopped, learner.opt_state, adapted))
-        stepped = _where(stopped, kept, stepped).replace(stopped=stopped)
+        stepped = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), learner, stepped)
+        stepped = stepped.replace(stopped=stopped)
     return stepped, UpdateMetrics(
         losses=losses,
         grad_norm=norm,
         learning_rate=hyper.learning_rate * scale,
         applied=~stepped.stopped,
     )
-
-
-def _where(condition: Array, chosen: PyTree, other: PyTree) -> PyTree:
-    """Leaves of `chosen` where condition [], else of `other`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
 
 
 def num_microbatches(setup: Setup) -> int:

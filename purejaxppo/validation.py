@@ -132,6 +132,11 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
             "--desired-kl and --anneal-learning-rate both set the learning rate: "
             "add --no-anneal-learning-rate"
         )
+    if hyper.desired_kl is not None and hyper.target_kl is not None:
+        raise ConfigError(
+            f"--target-kl {hyper.target_kl} ends an iteration before --desired-kl {hyper.desired_kl} can "
+            "slow it down: give one of them"
+        )
     if config.log_std == "state" and not -20 < hyper.init_log_std < 2:
         raise ConfigError(
             f"--init-log-std {hyper.init_log_std}: a --log-std that depends on the state lies in -20 ... 2"

@@ -310,6 +310,10 @@ def test_no_evaluation(tmp_path):
         ("--num-envs 0", "--num-envs 0: must be at least 1"),
         ("--gamma 1.1", "--gamma 1.1: must be in 0 ... 1"),
         ("--desired-kl 0.01 --anneal-learning-rate", "both set the learning rate"),
+        (
+            "--no-anneal-learning-rate --desired-kl 0.01 --target-kl 0.02",
+            "--target-kl 0.02 ends an iteration before",
+        ),
         ("--activation sin", "--activation sin: must be one of"),
         ("--env-args size", "--env-args: 'size' is not name=value"),
         ("--env-args size=3", "CartPole-v1 has no argument 'size'"),

@@ -543,18 +543,6 @@ def test_target_kl_stops_the_rest_of_the_iteration(experience):
     )
 
 
-def test_the_update_that_target_kl_leaves_out_slows_down_those_to_come():
-    """Once, however many more it leaves out."""
-    hyper = Hyper(learning_rate=1e-2, desired_kl=1e-6, target_kl=1e-6)
-    options = {"num_minibatches": 8, "anneal_learning_rate": False}
-    setup, state, hyper = setup_and_state(ContinuousTarget(), hyper, **options)
-    for iteration in (1, 2):
-        state, metrics = iterate(setup, state, hyper, 10.0)
-        assert float(metrics.approx_kl) < 1e-6
-        scale = state.opt_state.adaptive_scale
-        np.testing.assert_allclose(scale, 1.5**-iteration, rtol=1e-5)
-
-
 def test_the_learning_rate_adapts_to_the_divergence_within_bounds():
     hyper = Hyper(learning_rate=1e-3, desired_kl=0.01)
 

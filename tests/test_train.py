@@ -200,10 +200,12 @@ def test_a_configuration_made_in_python_is_validated(options, message):
         make_train(dataclasses.replace(CONFIG, **options))
 
 
-def test_what_both_sets_the_learning_rate_is_refused_in_python():
+def test_options_of_both_kinds_that_do_not_go_together_are_refused_in_python():
     train = make_train(CONFIG)
     with pytest.raises(ConfigError, match="both set the learning rate"):
         jax.eval_shape(train, jax.random.key(0), Hyper(desired_kl=0.01))
+    with pytest.raises(ConfigError, match="target_kl ends an iteration before desired_kl"):
+        jax.eval_shape(train, jax.random.key(0), Hyper(desired_kl=0.01, target_kl=0.1))
 
 
 def test_keys_of_the_older_kind_are_the_same_training():
