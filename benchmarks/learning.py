@@ -85,7 +85,7 @@ def uniform_scores(config: Config, env: Any, episodes: int) -> np.ndarray:
     vector = envs.vectorize(config, env, episodes)
 
     def play(key: jax.Array) -> jax.Array:
-        return evaluate(vector, uniform, None, None, key, deterministic=False).score.mean()
+        return evaluate(vector, uniform, None, None, key, sampled=True).score.mean()
 
     keys = jax.random.split(jax.random.key(7), RANDOM_POLICIES)
     if not vector.external:

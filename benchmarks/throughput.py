@@ -30,7 +30,7 @@ import numpy as np
 from purejaxppo import machine, ppo
 from purejaxppo.config import load_settings
 from purejaxppo.convolutions import conv_shapes
-from purejaxppo.distributions import noise_size
+from purejaxppo.distributions import num_outputs
 from purejaxppo.train import (
     MAX_CHUNK,
     Plan,
@@ -181,7 +181,7 @@ def roofline(setup: ppo.Setup) -> dict[str, float]:
     units += torsos * sum(conv.positions * conv.features for conv in layers)
     units += sum(config.policy_layers) + sum(config.value_layers)
     params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    per_sample = math.prod(env.observation_space.shape) + 2 * noise_size(env.action_space) + 6
+    per_sample = math.prod(env.observation_space.shape) + 2 * num_outputs(env.action_space) + 6
     moved = 4 * samples * per_sample
     moved += 2 * 4 * 3 * params * config.update_epochs * config.num_minibatches
     rates = {

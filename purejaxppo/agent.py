@@ -22,6 +22,7 @@ from purejaxppo.distributions import (
     Gaussian,
     MultiCategorical,
     TanhGaussian,
+    num_outputs,
 )
 from purejaxppo.networks import ActorCritic, NetworkOutput, init_params
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
@@ -66,8 +67,7 @@ class Agent:
         """Parameters; consumes key."""
         features = self._features(None, jnp.zeros((1, *self.observation_space.shape), jnp.uint8))
         example = (features, self.init_carry(1), jnp.ones(1, bool))
-        start = (jnp.asarray(hyper.policy_gain), jnp.asarray(hyper.init_log_std))
-        return init_params(self.network, key, example, *start)
+        return init_params(self.network, key, example, hyper.policy_gain, hyper.init_log_std)
 
     def init_carry(self, num_envs: int) -> Any:
         """Memory at the start of N episodes."""
@@ -222,17 +222,6 @@ def check_spaces(config: Config, observation_space: Space, action_space: Space) 
 def is_bytes(space: Space) -> bool:
     """Whether observations are those of an image as cameras give them, 0 ... 255."""
     return isinstance(space, Box) and space.dtype == "uint8"
-
-
-def num_outputs(space: Space) -> int:
-    """O, the outputs of the policy head: logits of every choice, or one mean a dimension."""
-    match space:
-        case Discrete(n):
-            return n
-        case MultiDiscrete(nvec):
-            return sum(nvec)
-        case Box():
-            return space.size
 
 
 def init_optimizer(hyper: Hyper, params: Any) -> OptState:

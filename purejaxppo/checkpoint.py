@@ -139,7 +139,7 @@ class Writer:
             facts = {**self._about, **facts, "format": FORMAT}
             facts["sha256"] = _hash(arrays, facts)
             arguments = ocp.args.Composite(
-                arrays=ocp.args.PyTreeSave({k: v for k, v in arrays.items() if v.size}),
+                arrays=ocp.args.PyTreeSave(arrays),
                 facts=ocp.args.JsonSave(facts),
             )
             if not self._manager.save(iteration, args=arguments):
@@ -289,9 +289,8 @@ def _hash(arrays: Arrays, facts: dict[str, Any]) -> str:
     """Of names, types, shapes and contents."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
-        if array.size:
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
 
 

@@ -124,7 +124,7 @@ def evaluate_command(arguments: list[str]) -> int:
     else:
         directory = RunDirectory.open(given.run_dir, given.env)
         policies = load_all_policies(directory, given.best)
-        left_out = len(directory.numbers) - len(policies)
+        left_out = directory.num_runs - len(policies)
     Display().played(
         [(p, play(p, given.episodes, given.seed, given.sampled)) for p in policies], left_out
     )
@@ -201,7 +201,11 @@ def _parser(
 
 
 def _checked(given: argparse.Namespace) -> argparse.Namespace:
-    """Raises ConfigError where episodes or seed are out of range."""
+    """The arguments, with `sampled` as the training evaluated where it is not given.
+
+    Raises:
+        ConfigError: episodes or seed are out of range, or it is no run directory.
+    """
     require(given.episodes >= 1, "episodes", given.episodes, "at least 1")
     require(0 <= given.seed < 2**32, "seed", given.seed, "in 0 ... 2**32 - 1")
     if given.sampled is None:

@@ -213,8 +213,7 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Flat and complete, ready for YAML."""
         parts = (self.config, self.hyper, self.run)
-        flat = {k: v for part in parts for k, v in vars(part).items()}
-        flat = {k: thaw(v) for k, v in flat.items()}
+        flat = {k: thaw(v) for part in parts for k, v in vars(part).items()}
         return flat | {"env_args": dict(self.config.env_args)}
 
 

@@ -1,6 +1,6 @@
 """Action distributions, one per kind of action space.
 
-All share one interface. `noise` draws what sampling needs, for a whole rollout at once and outside
+All share one interface. `draw_noise` draws what sampling needs, for a whole rollout at once and outside
 the scan; `sample` is then a plain function of it. `sample` returns the action before clipping or
 squashing, which is what a transition stores and `log_prob` is taken of; `to_env` makes of it what
 the environment is given. Leading axes are free: `...` below.
@@ -123,9 +123,7 @@ class Gaussian(struct.PyTreeNode):
     def entropy(self, noise: Array) -> Array:
         """[...] nats, exact for the sample before clipping."""
         del noise
-        return jnp.sum(self.log_std + 0.5 * (1 + _LOG_2PI), axis=-1) * jnp.ones_like(
-            self.mean[..., 0]
-        )
+        return jnp.sum(self.log_std + 0.5 * (1 + _LOG_2PI), axis=-1)
 
     def to_env(self, sample: Array) -> Array:
         return jnp.clip(sample, self.low, self.high)
@@ -174,11 +172,11 @@ class TanhGaussian(struct.PyTreeNode):
 
 def draw_noise(key: Array, space: Space, shape: tuple[int, ...]) -> Array:
     """What `sample` needs for a batch of `shape`; consumes key. See `noise_from_bits`."""
-    return noise_from_bits(jax.random.bits(key, (*shape, noise_size(space))), space)
+    return noise_from_bits(jax.random.bits(key, (*shape, num_outputs(space))), space)
 
 
-def noise_size(space: Space) -> int:
-    """Random numbers that one sample takes."""
+def num_outputs(space: Space) -> int:
+    """O, outputs of the policy head and random numbers of a sample: one a choice, or a dimension."""
     match space:
         case Discrete(n):
             return n
@@ -192,7 +190,7 @@ def noise_from_bits(bits: Array, space: Space) -> Array:
     """Gumbel noise for discrete choices, standard normal for a Box.
 
     Args:
-        bits: [..., noise_size(space)] uint32, uniform.
+        bits: [..., num_outputs(space)] uint32, uniform.
 
     Returns:
         float32 of the same shape.

@@ -32,13 +32,13 @@ def evaluate(
     params: PyTree,
     obs_stats: Moments | None,
     key: Array,
-    deterministic: bool = True,
+    sampled: bool = False,
 ) -> Episode:
     """The first episode of each environment, so that short ones do not weigh more; consumes key.
 
     Args:
         env: of E environments.
-        deterministic: take the most likely action instead of a sample.
+        sampled: sample the actions, as a rollout does, instead of taking the most likely ones.
 
     Returns:
         [E]; `ended` is False for an episode that was given up, which should not be counted.
@@ -51,9 +51,8 @@ def evaluate(
         key_noise, key_env = jax.random.split(jax.random.fold_in(key_steps, progress.t))
         obs = progress.env_state.obs
         output = agent.apply(params, obs_stats, obs, progress.carry, progress.first)
-        if deterministic:
-            action = output.policy.mode()
-        else:
+        action = output.policy.mode()
+        if sampled:
             everywhere = (num_envs * num_shards(),)
             noise = own_share(draw_noise(key_noise, env.action_space, everywhere), axis=0)
             action = output.policy.sample(noise)

@@ -14,7 +14,7 @@ import jax
 import jax.export
 import numpy as np
 
-from purejaxppo import machine, numpy_policy
+from purejaxppo import machine, numpy_policy, stats
 from purejaxppo.agent import is_bytes
 from purejaxppo.policy import Policy, act
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
@@ -92,7 +92,7 @@ def make_arrays(policy: Policy) -> Arrays:
         named["num_observations"] = agent.observation_space.n
     if policy.obs_stats is not None:
         mean, var = jax.device_get((policy.obs_stats.mean, policy.obs_stats.var))
-        std, clip = np.sqrt(var + np.float32(1e-8)), np.float32(10.0)
+        std, clip = np.sqrt(var + np.float32(stats.EPSILON)), np.float32(stats.CLIP)
         named |= {"obs_mean": mean, "obs_std": std, "obs_clip": clip}
     elif is_bytes(agent.observation_space):
         named |= {

@@ -179,7 +179,7 @@ def _changed_versions(facts: dict[str, Any]) -> list[str]:
     before, now = facts["versions"], machine.versions()
     # Python computes nothing, and an extra that came or went was not used.
     names = sorted((before.keys() & now.keys()) - {"python"})
-    return [f"{n} {before.get(n)} -> {now.get(n)}" for n in names if before.get(n) != now.get(n)]
+    return [f"{n} {before[n]} -> {now[n]}" for n in names if before[n] != now[n]]
 
 
 def _begin(

@@ -252,11 +252,10 @@ def swept_columns(swept: dict[str, Any]) -> dict[str, Any]:
 
 
 def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Metrics [I, ...] of I iterations, or of as many devices, as [...].
+    """Metrics [I, ...] of I iterations, or of as many devices, in one: [...].
 
-    Counts are added, episodes weighed by their count, and of all else there is the mean.
-
-    NaN where there is nothing to average.
+    Counts are added, episodes weighed by their count, and of all else there is the mean: NaN where
+    there is nothing to average.
     """
     pooled = {}
     for name, values in metrics.items():

@@ -19,7 +19,7 @@ from purejaxppo.config import Config, RunOptions
 from purejaxppo.display import Display
 from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, blank_diverged, pool
 from purejaxppo.machine import Interrupt, Memory, agree, gib, resident_bytes
-from purejaxppo.policy import Policy
+from purejaxppo.policy import Policy, acting
 from purejaxppo.spaces import Box
 from purejaxppo.sweep import Run, describe
 from purejaxppo.train import (
@@ -72,9 +72,9 @@ class Training:
         self._env = envs.make(self.config.env, self.config.env_options)
         _check_hypers(self.config, self._env, runs)
         if options.video_every:
-            from purejaxppo.render import check_drawable  # takes its time to import
+            from purejaxppo.render import find_sketch  # takes its time to import
 
-            check_drawable(self._env, self.config.env)
+            find_sketch(self._env, self.config.env)
         by_environment = options.shard == "environments"
         block = None if options.runs_per_block == "auto" else options.runs_per_block
         if block is None and checkpoint is not None:
@@ -93,7 +93,7 @@ class Training:
         self._every = self._iterations(self.config.total_timesteps / 20 if every is None else every)
         self._pending: dict[str, np.ndarray] = {}
         self._rows = {"metrics.csv": 0, "evaluation.csv": 0}
-        self._best = Best(self._policy_of(self._whole), len(runs))
+        self._best = Best(acting(self._whole), len(runs))
         self._diverged = np.zeros(len(runs), bool)
         self.iteration = self._saved = 0
         self.seconds = self.compile_seconds = 0.0
@@ -122,11 +122,6 @@ class Training:
             self._interval = facts["interval"]
         if self.options.eval_every is None:
             self._every = facts["every"]
-
-    @staticmethod
-    def _policy_of(state: TrainState) -> dict[str, PyTree]:
-        """What acts."""
-        return {"params": state.params, "obs_stats": state.obs_stats}
 
     def _lay_out(self, plan: Plan) -> None:
         """The programs of a plan, and the runs on its devices."""
@@ -161,11 +156,13 @@ class Training:
         asked = self.options.runs_per_block != "auto" or self.external
         if plan is None or asked:
             least = self.plan if asked else dataclasses.replace(self.plan, block=1)
+            options = ["--num-envs", "--eval-episodes"]
+            if least.block > 1 and not self.external:
+                options.insert(0, "--runs-per-block")
             raise ConfigError(
                 f"{len(self.runs)} runs in blocks of {least.block} need "
                 f"{gib(footprint.total(least))} beside the program itself, and there is room for "
-                f"{gib(room)}: give fewer runs, a smaller --runs-per-block, --num-envs or "
-                "--eval-episodes, or more --memory-limit"
+                f"{gib(room)}: give fewer runs, a smaller {' or '.join(options)}, or more --memory-limit"
             )
         self._lay_out(plan)
 
@@ -174,14 +171,13 @@ class Training:
         """Of host memory for a checkpoint, where devices have none of their own."""
         if not self.options.keep or jax.default_backend() != "cpu":
             return 0
-        best = nbytes(self._policy_of(self._whole))  # there, and on its way
+        best = nbytes(acting(self._whole))  # there, and on its way
         return (nbytes(self._whole) + 2 * best) * jax.process_count()
 
     @property
     def num_params(self) -> int:
         """Parameters of a run."""
-        leading = 1 if self.plan.shards == 1 else 2
-        return sum(math.prod(leaf.shape[leading:]) for leaf in jax.tree.leaves(self._shapes.params))
+        return sum(leaf.size for leaf in jax.tree.leaves(self._whole.params)) // len(self.runs)
 
     @property
     def description(self) -> str:
@@ -334,7 +330,7 @@ class Training:
         states = self.trainer.fetch_whole(self._states, self._whole)
         if not finite(states.params).any():
             return
-        self._best.update(self._policy_of(states), self.iteration)
+        self._best.update(acting(states), self.iteration)
         self._saved = self.iteration
         if self._writer is None:
             return
@@ -419,7 +415,7 @@ class Training:
 
     def _fetch_policies(self) -> dict[str, PyTree]:
         """Host arrays [R, ...] of what acts now."""
-        states, whole = self._policy_of(self._states), self._policy_of(self._whole)
+        states, whole = acting(self._states), acting(self._whole)
         return self.trainer.fetch_whole(states, whole)
 
     def _draw(self) -> None:

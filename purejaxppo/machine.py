@@ -88,7 +88,7 @@ def agree(*values: float) -> list[float]:
 
 
 class Interrupt:
-    """The first Ctrl-C or SIGTERM lets the chunk in progress end; the second is not awaited.
+    """The first Ctrl-C or SIGTERM lets the chunk in progress end; a second one stops at once.
 
     Attributes:
         signal: that stopped the training, 0 while nothing has.

@@ -16,6 +16,7 @@ from jax import Array
 
 from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes
 from purejaxppo.products import multiply
+from purejaxppo.types import Scalar
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "tanh": nn.tanh,
@@ -121,7 +122,7 @@ class ActorCritic(nn.Module):
 
 
 def init_params(
-    network: nn.Module, key: Array, example: tuple, policy_gain: Array, init_log_std: Array
+    network: nn.Module, key: Array, example: tuple, policy_gain: Scalar, init_log_std: Scalar
 ) -> Any:
     """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero.
 

@@ -22,7 +22,7 @@ from purejaxppo.rundir import RunDirectory
 from purejaxppo.stats import Moments
 from purejaxppo.sweep import Run
 from purejaxppo.train import make_setup, run_shapes, saved_shapes
-from purejaxppo.types import Episode, PyTree
+from purejaxppo.types import Episode, PyTree, TrainState
 from purejaxppo.values import ConfigError
 
 # Episodes played side by side where environments live outside of the program.
@@ -90,6 +90,11 @@ def act(
 _jitted = jax.jit(act, static_argnums=0)
 
 
+def acting(state: TrainState) -> dict[str, PyTree]:
+    """What of a state acts, as checkpoints have it."""
+    return {"params": state.params, "obs_stats": state.obs_stats}
+
+
 def load_policy(
     run_dir: str | Path, run: int | None = None, best: bool = False, env: str | None = None
 ) -> Policy:
@@ -108,9 +113,9 @@ def load_policy(
     program, place = directory.place(number)
     (policy,) = _load(directory, program, [place], best)
     if policy is None:
-        help = "" if best else "; --best has the last parameters that were good, if any"
+        hint = "" if best else "; --best has the last parameters that were good, if any"
         raise ConfigError(
-            f"{directory.path}: {directory.programs[program][place].name} diverged{help}"
+            f"{directory.path}: {directory.programs[program][place].name} diverged{hint}"
         )
     return policy
 
@@ -144,8 +149,7 @@ def _load(
     env = envs.make(config.env, config.env_options)
     setup = make_setup(config, env)
     shapes = run_shapes(setup, runs[0].setting.hyper)
-    wanted = {name: getattr(shapes, name) for name in ("params", "obs_stats")}
-    saved = found.tree("best" if best else "state", saved_shapes(wanted, len(runs)))
+    saved = found.tree("best" if best else "state", saved_shapes(acting(shapes), len(runs)))
     iterations = found.arrays["best.iteration"] if best else [found.iteration] * len(runs)
     good = finite(saved["params"])
     for place in places:
@@ -168,7 +172,7 @@ def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) ->
     for number in range(-(-episodes // size)):
         env.prepare()
         key = jax.random.fold_in(jax.random.key(seed), number) if number else jax.random.key(seed)
-        played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, not sampled)
+        played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, sampled)
         rounds.append(jax.device_get(played))  # before the environments begin anew
     return jax.tree.map(lambda *x: np.concatenate(x)[:episodes], *rounds)
 

@@ -31,7 +31,7 @@ from purejaxppo.agent import (
 )
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import mean_over_devices, num_shards, own_share
-from purejaxppo.distributions import noise_from_bits, noise_size
+from purejaxppo.distributions import noise_from_bits, num_outputs
 from purejaxppo.envs.base import VectorEnvironment, finite_start
 from purejaxppo.losses import (
     Coefficients,
@@ -160,7 +160,7 @@ def draw(setup: Setup, key: Array) -> Draws:
     shapes = [
         (1, width),
         (config.num_steps, num_envs, width),
-        (config.num_steps, num_envs, noise_size(env.action_space)),
+        (config.num_steps, num_envs, num_outputs(env.action_space)),
         (config.update_epochs * BITS, num_shards()),
     ]
     ends = list(itertools.accumulate(map(math.prod, shapes)))

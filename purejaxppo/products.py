@@ -27,10 +27,10 @@ def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    """The gradients x.T @ grad of the kernel and grad @ kernel.T of x, from copies of what is small transposed.
+    """The gradients x.T @ grad of the kernel, and grad @ kernel.T of x.
 
-    XLA on CPUs would rather multiply x's transpose as it lies, at half the speed, and a large kernel's
-    at a fifth. Sums over few outputs are fused with what comes next.
+    On CPUs the smaller factor is transposed into a copy first: XLA would multiply x's transpose as it
+    lies, at half the speed, and a large kernel's at a fifth. Sums over few outputs are fused with what comes next.
     """
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])

@@ -83,10 +83,8 @@ def render(
     path = Path(path)
     if episodes < 1:
         raise ConfigError(f"--episodes {episodes}: must be at least 1")
-    check_drawable(policy.env, policy.config.env)
-    external = envs.is_external(policy.env)
-    sketch = _own_frames(policy) if external else sketch_of(policy.env, policy.config.env)
-    shoot = _shoot_outside if external else _shoot
+    sketch = find_sketch(policy.env, policy.config.env)
+    shoot = _shoot_outside if envs.is_external(policy.env) else _shoot
     write = _writer(path)
     with _whole(path) as partial:
         film, stride = shoot(policy, sketch, episodes, seed, sampled, max_frames)
@@ -94,11 +92,10 @@ def render(
     return [float(score) for score in film.episode.score]
 
 
-def check_drawable(env: Environment, name: str) -> None:
-    """Raises ConfigError, with the environment's name, where `render` would for what it is."""
+def find_sketch(env: Environment, name: str) -> Sketch:
+    """How an environment is drawn; raises ConfigError, with its name, where it cannot be."""
     if not envs.is_external(env):
-        sketch_of(env, name)
-        return
+        return sketch_of(env, name)
     outside: Any = env
     # In a process of its own, since without OpenGL a pool may end the one it is in.
     arguments = [outside.task, json.dumps(outside.arguments)]
@@ -108,6 +105,9 @@ def check_drawable(env: Environment, name: str) -> None:
     if tried.returncode:
         reason = (tried.stderr.strip() or "?").splitlines()[-1]
         raise ConfigError(f"{name} cannot be drawn here: {reason}")
+    # Steps a second: Atari, of bytes, has 60 frames and four to a step.
+    rate = 15 if is_bytes(env.observation_space) else 50
+    return Sketch(draw=Image.fromarray, sees=lambda states: states, rate=rate)
 
 
 _TRY_TO_DRAW = """
@@ -117,12 +117,6 @@ env = envpool.make(sys.argv[1], env_type="gymnasium", num_envs=1, render_mode="r
 env.reset()
 env.render()
 """
-
-
-def _own_frames(policy: Policy) -> Sketch:
-    """As environments draw them: Atari, of bytes, 60 a second and four to a step; others 50."""
-    rate = 15 if is_bytes(policy.agent.observation_space) else 50
-    return Sketch(draw=Image.fromarray, sees=lambda states: states, rate=rate)
 
 
 def _shoot_outside(

@@ -244,8 +244,9 @@ def compare(reports: list[Report], path: Path) -> list[Result]:
         for where in [report.path.name if short else str(report.path)]
         for result in report.results
     ]
-    draw_curves(path, f"{names[0]}, PPO", rank(results))
-    return rank(results)
+    ranked = rank(results)
+    draw_curves(path, f"{names[0]}, PPO", ranked)
+    return ranked
 
 
 def write_sweep(report: Report) -> None:

@@ -69,9 +69,9 @@ class RunDirectory:
         return programs(make_runs(make_settings_of(self.settings), self.settings.run))
 
     @property
-    def numbers(self) -> list[int]:
-        """Of all its runs."""
-        return sorted(run.number for runs in self.programs for run in runs)
+    def num_runs(self) -> int:
+        """Of all programs."""
+        return sum(map(len, self.programs))
 
     def checkpoints(self, program: int) -> Path:
         """Where those of a program are."""
@@ -106,7 +106,7 @@ class RunDirectory:
         Raises:
             ConfigError: there is no such run, or it is not said which.
         """
-        count = len(self.numbers)
+        count = self.num_runs
         if run is None and count == 1:
             run = 0
         if run is None and best:
@@ -136,14 +136,19 @@ class RunDirectory:
         return places[number]
 
 
-def create(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
+def create(
+    settings: Settings, held: contextlib.ExitStack, option: str = "--run-dir"
+) -> RunDirectory:
     """A new run directory, with the complete configuration in it, locked while `held` is open.
+
+    Args:
+        option: that it was named by.
 
     Raises:
         ConfigError: it is in use, or cannot be written.
     """
     path = Path(settings.run.run_dir or _new_directory(settings.config.env))
-    in_use = ConfigError(f"--run-dir {path}: in use; give another, or remove it first")
+    in_use = ConfigError(f"{option} {path}: in use; give another, or remove it first")
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise in_use
@@ -153,7 +158,7 @@ def create(settings: Settings, held: contextlib.ExitStack) -> RunDirectory:
             raise in_use
         write_config(path / "config.yaml", settings)
     except OSError as error:
-        raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
+        raise ConfigError(f"{option} {path}: {error.strerror}") from None
     return RunDirectory(path, settings)
 
 
@@ -218,7 +223,7 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
     }
     diverged = [0] if place in found.facts["diverged"] else []
     with contextlib.ExitStack() as held:
-        own = create(Settings(options, run.setting.config, run.setting.hyper), held)
+        own = create(Settings(options, run.setting.config, run.setting.hyper), held, "--output")
         for name, kept in found.facts["tables"].items():
             keep_rows(directory.path / name, {number: kept}, own.path / name)
         facts = {**found.facts, "options": options_of(own.settings), "diverged": diverged}

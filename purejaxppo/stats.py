@@ -14,6 +14,9 @@ from jax import Array
 from purejaxppo.devices import mean_over_devices, num_shards
 from purejaxppo.types import Scalar
 
+# Of what `normalize` gives, here and in exported policies.
+CLIP, EPSILON = 10.0, 1e-8
+
 
 class Moments(struct.PyTreeNode):
     """Mean and variance over everything seen; 0 and 1 before anything is."""
@@ -65,9 +68,9 @@ def update_moments(moments: Moments, samples: Array, valid: Array) -> Moments:
     )
 
 
-def normalize(moments: Moments, samples: Array, clip: float = 10.0) -> Array:
-    """(samples - mean) / std, clipped to +-clip; samples [..., *moments.shape]."""
-    return jnp.clip((samples - moments.mean) * jax.lax.rsqrt(moments.var + 1e-8), -clip, clip)
+def normalize(moments: Moments, samples: Array) -> Array:
+    """(samples - mean) / std, clipped to +-CLIP; samples [..., *moments.shape]."""
+    return jnp.clip((samples - moments.mean) * jax.lax.rsqrt(moments.var + EPSILON), -CLIP, CLIP)
 
 
 def init_return_stats(num_envs: int) -> ReturnStats:

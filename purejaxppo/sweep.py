@@ -132,7 +132,7 @@ def make_runs(settings: list[Setting], run: RunOptions) -> list[Run]:
 
 
 def programs(runs: list[Run]) -> list[list[Run]]:
-    """The runs that share a compiled program: of one `Config`, leaving out the same of `Hyper`."""
+    """The runs that share a compiled program: of equal `Config`, and with the same of `Hyper` at None."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         key = run.setting.config, jax.tree.structure(run.setting.hyper)

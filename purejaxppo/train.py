@@ -21,7 +21,7 @@ from purejaxppo import envs, machine, ppo
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
-from purejaxppo.distributions import noise_size
+from purejaxppo.distributions import num_outputs
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
@@ -197,7 +197,7 @@ def make_footprint(
     state = nbytes(states) // each
     pool = config.pool_size * nbytes(states.env_state) // each
     per_sample = nbytes(states.env_state.obs) // (each * config.num_envs)
-    per_sample += 4 * (2 * noise_size(env.action_space) + 10)
+    per_sample += 4 * (2 * num_outputs(env.action_space) + 10)
     rollout = config.batch_size * per_sample
     metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
     held = 2 * state + metrics + saved // plan.shards
@@ -276,7 +276,7 @@ class Trainer:
 
         Typed keys become their numbers. Nothing is shared with the devices, which may go on.
         """
-        runs = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, runs)
+        runs = _numbers(runs)
         if jax.process_count() > 1:
             runs = multihost_utils.process_allgather(runs, tiled=True)
         return jax.tree.map(lambda x: _host_copy(x)[: self.plan.num_runs], runs)
@@ -299,13 +299,12 @@ class Trainer:
 
         def put(x: np.ndarray, shape: jax.ShapeDtypeStruct) -> Array:
             if self.plan.shards > 1:
-                x = _split(x, self.plan.shards, _numbers(shape).shape[2:])
+                x = _split(x, self.plan.shards, jax.eval_shape(_numbers, shape).shape[2:])
             placed = jax.device_put(self._padded(x), shape.sharding)
             if not _is_key(shape):
                 return placed
-            kinds: list[Any] = []  # which only an array or a tracer says
-            jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), shape)
-            return jax.jit(functools.partial(jax.random.wrap_key_data, impl=kinds[0]))(placed)
+            impl = jax.random.key_impl(jnp.zeros((), shape.dtype))  # only an array says it
+            return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl))(placed)
 
         return jax.tree.map(put, states, shapes)
 
@@ -401,7 +400,8 @@ def saved_shapes(run: PyTree, num_runs: int) -> PyTree:
         run: `run_shapes` with all environments of a run, or a part of them.
     """
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((num_runs, *x.shape), x.dtype), _numbers(run)
+        lambda x: jax.ShapeDtypeStruct((num_runs, *x.shape), x.dtype),
+        jax.eval_shape(_numbers, run),
     )
 
 
@@ -409,11 +409,9 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _numbers(shapes: PyTree) -> PyTree:
-    """The shapes, with those of typed keys as of their numbers."""
-    return jax.tree.map(
-        lambda x: jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x, shapes
-    )
+def _numbers(tree: PyTree) -> PyTree:
+    """Arrays, with the numbers of typed keys in their place."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
 
 
 def _host_copy(x: Array | np.ndarray) -> np.ndarray:
@@ -484,4 +482,4 @@ def _evaluate(
     del hyper
     # Training folds in the iteration first, so the two streams of keys never meet.
     key = jax.random.fold_in(jax.random.fold_in(state.key, 2**32 - 2), state.iteration)
-    return evaluate(env, setup.agent, state.params, state.obs_stats, key, not sampled)
+    return evaluate(env, setup.agent, state.params, state.obs_stats, key, sampled)

@@ -36,8 +36,8 @@ def validate(settings: Settings) -> None:
         require(all(w >= 1 for w in widths or ()), name, widths, "widths of at least 1")
     for layer in config.cnn_layers or ():
         require(min(layer) >= 1, "cnn_layers", layer, "features, kernel and stride of at least 1")
-    if config.activation not in (None, *ACTIVATIONS):
-        require(False, "activation", config.activation, f"one of {', '.join(ACTIVATIONS)}")
+    known = f"one of {', '.join(ACTIVATIONS)}"
+    require(config.activation in (None, *ACTIVATIONS), "activation", config.activation, known)
     for name in ("gamma", "gae_lambda"):
         require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
     for name in ("ent_coef", "vf_coef"):

@@ -295,7 +295,7 @@ def test_no_evaluation(tmp_path):
         ("--env purejaxppo:__version__", ", not a class or function that makes one"),
         ("--num-seeds 1e9", "--num-seeds 1000000000: must be in 1 ... 1000000"),
         ("--seed 4294967295 --num-seeds 2", "must be at most 2**32 - --num-seeds, 4294967294"),
-        ("--eval-episodes 1e12", "a smaller --runs-per-block, --num-envs or --eval-episodes"),
+        ("--eval-episodes 1e12", "give fewer runs, a smaller --num-envs or --eval-episodes"),
         ("--env-args tau=abc", "--env-args tau=abc: must be a number"),
         ("--env-args max_steps_in_episode=-1", "max_episode_steps is -1: must be a whole number"),
         ("--sweep resize=84x84,36x36", "--resize: the observations of CartPole-v1 are Box([4]"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from purejaxppo import envs
-from purejaxppo.render import check_drawable
+from purejaxppo.render import find_sketch
 from purejaxppo.values import ConfigError
 
 octax = pytest.importorskip("octax.environments")
@@ -46,4 +46,4 @@ def test_every_listed_game_is_there():
 
 
 def test_games_draw_themselves():
-    check_drawable(envs.make("octax/brix"), "octax/brix")
+    find_sketch(envs.make("octax/brix"), "octax/brix")

@@ -66,7 +66,7 @@ def middle_of(image, colour):
 @pytest.mark.parametrize("name", FILMS)
 def test_frames_show_something_that_changes(name, tmp_path):
     policy = make_policy(name, max_steps_in_episode=14)
-    render.check_drawable(policy.env, name)
+    render.find_sketch(policy.env, name)
     render.render(policy, tmp_path / "film.gif", episodes=2, sampled=True)
     pictures, _ = read(tmp_path / "film.gif")
     assert all(len(Image.fromarray(picture).getcolors()) > 2 for picture in pictures)
@@ -76,7 +76,7 @@ def test_frames_show_something_that_changes(name, tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_drawn_is_refused_by_name(name):
     with pytest.raises(ConfigError, match=name):
-        render.check_drawable(envs.make(name), name)
+        render.find_sketch(envs.make(name), name)
 
 
 def test_every_gymnax_environment_is_drawn_or_refused():

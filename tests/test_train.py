@@ -443,7 +443,7 @@ def test_an_evaluation_may_sample():
 
     @jax.jit
     def scores(key):
-        return evaluate(env, agent, params, None, key, deterministic=False).score
+        return evaluate(env, agent, params, None, key, sampled=True).score
 
     lengths = np.arange(1, 10)
     actions = scores(jax.random.key(0)) - clock_score(lengths, 0)

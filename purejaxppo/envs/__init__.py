@@ -285,16 +285,3 @@ def _require(name: str, env: Any, attributes: Sequence[str]) -> None:
     for attribute in attributes:
         if not hasattr(env, attribute):
             raise ConfigError(f"--env {name}: it has no {attribute}; see purejaxppo.envs.base")
-
-
-__all__ = [
-    "Environment",
-    "VectorEnvironment",
-    "Vectorized",
-    "full_name",
-    "is_external",
-    "list_environments",
-    "make",
-    "register",
-    "vectorize",
-]

@@ -78,7 +78,7 @@ class VectorEnvironment(Described, Protocol):
         ...
 
     def end_rollout(self, state: Any) -> Any:
-        """Leaves away what only a rollout needs."""
+        """Drops what only a rollout needs."""
         ...
 
     def step(self, key: Array, state: Any, action: Array) -> tuple[Any, TimeStep, Episode]:
@@ -120,6 +120,7 @@ class Vectorized:
     num_envs: int
     reset_mode: Literal["pool", "fresh"] = "pool"
     pool_size: int = 8
+    external = False
 
     def _identity(self) -> tuple[Any, ...]:
         return id(self.env), self.num_envs, self.reset_mode, self.pool_size
@@ -145,10 +146,6 @@ class Vectorized:
     @property
     def may_truncate(self) -> bool:
         return self.env.may_truncate
-
-    @property
-    def external(self) -> bool:
-        return False
 
     def prepare(self) -> None:
         """Nothing: it is all in the state."""
@@ -265,7 +262,7 @@ def _check_bytes(obs: Array, space: Space) -> None:
 
 def finite_or_ended(step: TimeStep, valid: Array) -> TimeStep:
     """The step [N], which where obs or reward is not finite is an end, not valid, and zeros."""
-    finite = _is_finite(step.reward) & jax.vmap(_all_finite)(step.obs)
+    finite = _is_finite(step.reward) & jax.vmap(lambda obs: jnp.all(_is_finite(obs)))(step.obs)
     return TimeStep(
         obs=_select(finite, step.obs, jnp.zeros_like(step.obs)),
         reward=jnp.where(finite & valid, step.reward, 0.0),
@@ -280,11 +277,6 @@ def _is_finite(x: Array) -> Array:
     return jnp.isfinite(jnp.square(x))
 
 
-def _all_finite(obs: Array) -> Array:
-    """[] whether every entry of an observation is."""
-    return jnp.all(_is_finite(obs))
-
-
 def _finite_or_zeros(obs: Array) -> Array:
     """Observations, zeros in place of numbers that are not finite: an episode may begin with such."""
     return jnp.where(_is_finite(obs), obs, jnp.zeros_like(obs))
@@ -296,7 +288,9 @@ def finite_start(state: PyTree) -> PyTree:
 
 
 def over_runs(function: Callable[..., PyTree], runs: int) -> Callable[..., PyTree]:
-    """A function of one run's environments, to be vmapped over all runs, of one of their one pool.
+    """Makes a function of one run's environments of one of the pool, which holds those of all runs.
+
+    It is to be vmapped over all runs, and then steps them in one call.
 
     Args:
         function: (handle, argument [R * N, ...]) -> (handle, result [R * N, ...]) of the whole pool.

@@ -127,6 +127,5 @@ def check_positive(counts: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Without the libraries' word on what else could be installed or is deprecated."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
         yield

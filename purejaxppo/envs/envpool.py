@@ -56,7 +56,7 @@ class PoolState(struct.PyTreeNode):
 
 @dataclass(frozen=True, eq=False)
 class EnvPool:
-    """What is known of an environment, and once vectorised a run's: vmapped over R, one pool of R * N.
+    """An environment of EnvPool; from `vectorize` N of a run, which vmapped over R runs share one pool.
 
     Attributes:
         seeds: [R] of the runs; the same one gives the same environments, whichever are beside them.
