@@ -51,11 +51,12 @@ def evaluate(
         key_noise, key_env = jax.random.split(jax.random.fold_in(key_steps, progress.t))
         obs = progress.env_state.obs
         output = agent.apply(params, obs_stats, obs, progress.carry, progress.first)
-        action = output.policy.mode()
         if sampled:
             everywhere = (num_envs * num_shards(),)
             noise = own_share(draw_noise(key_noise, env.action_space, everywhere), axis=0)
             action = output.policy.sample(noise)
+        else:
+            action = output.policy.mode()
         keys = split_keys(key_env, (num_envs,))
         env_state, _, current = env.step(keys, progress.env_state, output.policy.to_env(action))
         done = progress.episode.ended
