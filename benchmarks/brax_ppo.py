@@ -16,16 +16,15 @@ import json
 import platform
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.shared import load, save, trained
 from purejaxppo.sweep import bootstrap_interval
 
-RESULTS = Path(__file__).parent / "results"
 PEER = str(Path(__file__).with_name("peer_brax.py"))
 FIRST_SEED = 1000
 
@@ -142,16 +141,13 @@ def name_of(result: dict[str, Any]) -> str:
 
 def ours(task: Task, num_seeds: int, first: int = FIRST_SEED) -> dict[str, Any]:
     """Evaluations [steps, returns of the seeds] and speed of one command."""
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = Path(directory) / "run"
-        command = [sys.executable, "-m", "purejaxppo.run", *task.options()]
-        command += ["--seed", str(first), "--num-seeds", str(num_seeds)]
-        command += ["--eval-every", str(task.steps // task.evaluations)]
-        command += ["--run-dir", str(run_dir), "--no-compilation-cache"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        summary = json.loads((run_dir / "summary.json").read_text())
-        with (run_dir / "evaluation.csv").open() as file:
-            rows = list(csv.DictReader(file))
+    options = [*task.options(), "--seed", first, "--num-seeds", num_seeds, "--no-compilation-cache"]
+    options += ["--eval-every", task.steps // task.evaluations]
+    with (
+        trained(*options) as (run_dir, summary),
+        (run_dir / "evaluation.csv").open() as file,
+    ):
+        rows = list(csv.DictReader(file))
     evaluations: dict[int, list[float]] = {}
     for row in rows:
         evaluations.setdefault(int(row["env_steps"]), []).append(float(row["return_mean"]))
@@ -299,9 +295,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--more", action="store_true", help="add that many seeds to what is there")
     arguments = parser.parse_args()
-    stored = RESULTS / "brax_ppo.json"
-    known = json.loads(stored.read_text()) if stored.exists() else []
-    results = {name_of(result): result for result in known}
+    results = {name_of(result): result for result in load("brax_ppo", [])}
     for task in TASKS:
         if arguments.task and task.name not in arguments.task:
             continue
@@ -310,9 +304,8 @@ def main() -> None:
         else:
             results[task.name] = measure(task, arguments.seeds)
         ordered = [results[task.name] for task in TASKS if task.name in results]
-        stored.write_text(json.dumps(ordered, indent=1) + "\n")
         text = table(ordered)
-        stored.with_suffix(".md").write_text(text)
+        save("brax_ppo", ordered, text)
         print(text, flush=True)
 
 

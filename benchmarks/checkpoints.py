@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,13 +20,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from benchmarks.shared import RESULTS, trained
 from purejaxppo import machine
 from purejaxppo.checkpoint import Writer, flatten
 from purejaxppo.config import RunOptions, load_settings
 from purejaxppo.sweep import bootstrap_interval
 from purejaxppo.train import Trainer, make_plan, make_setup, run_shapes, saved_shapes, stack_hypers
 
-RESULTS = Path(__file__).parent / "results"
 ENV = "CartPole-v1"
 SAVES = 7  # the first of which imports Orbax
 
@@ -61,14 +58,9 @@ def one_save(num_runs: int) -> dict[str, list[float]]:
 
 def whole_training(steps: int, *arguments: str) -> float:
     """Seconds from the first compiled step to the end of the process."""
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = Path(directory) / "run"
-        command = [sys.executable, "-m", "purejaxppo.run", "--env", ENV]
-        command += ["--total-timesteps", str(steps), "--eval-every", "0"]
-        command += ["--run-dir", str(run_dir), *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        summary = json.loads((run_dir / "summary.json").read_text())
-    return summary["wall_seconds"] - summary["compile_seconds"]
+    options = ("--env", ENV, "--total-timesteps", steps, "--eval-every", 0, *arguments)
+    with trained(*options) as (_, summary):
+        return summary["wall_seconds"] - summary["compile_seconds"]
 
 
 def main() -> None:

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
+from benchmarks.shared import load, save
 from purejaxppo import machine
 
-RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 NUM_STEPS = 128
 SETTINGS = [
@@ -248,8 +248,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     wanted = given.only or [*names, START_UP]
-    stored = RESULTS / "compare.json"
-    results = json.loads(stored.read_text()) if stored.exists() else {}
+    results = load("compare", {})
     about = {
         "date": datetime.date.today().isoformat(),
         "versions": {"ours": machine.versions()}
@@ -269,11 +268,9 @@ def main() -> None:
             found = speeds(work, given.directory, given.repeats)
             results[name] = asdict(work) | {"speeds": found} | about
         results = {name: results[name] for name in [*names, START_UP] if name in results}
-        stored.write_text(json.dumps(results, indent=1) + "\n")
-    text = page(results)
-    stored.with_suffix(".md").write_text(text)
+        save("compare", results, page(results))
     README.write_text(with_table(README.read_text(), results))
-    print(text)
+    print(page(results))
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import platform
-from pathlib import Path
 
 import flax.linen as nn
 import jax
 import numpy as np
 
+from benchmarks.shared import RESULTS
 from benchmarks.throughput import whole
 from purejaxppo import convolutions, machine
 from purejaxppo.config import RunOptions, load_settings
 from purejaxppo.train import make_setup
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def flax_convolution(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -27,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import peers
+from benchmarks import peers, shared
+from benchmarks.shared import load, trained
 from purejaxppo import machine
 from purejaxppo.config import load_settings
 from purejaxppo.sweep import bootstrap_interval
 
-RESULTS = Path(__file__).parent / "results"
 FIRST_SEED = 1000
 FEWEST = 3  # seeds that decide anything
 
@@ -76,14 +73,10 @@ TASKS = [
 
 def ours(task: Task, seed: int, steps: int) -> Measured:
     """A training by the command line with the shipped settings."""
-    with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "purejaxppo.run", "--env", f"envpool/{task.name}"]
-        command += ["--total-timesteps", str(steps), "--seed", str(seed), "--eval-every", "0"]
-        command += ["--run-dir", f"{name}/run"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        summary = json.loads(Path(f"{name}/run/summary.json").read_text())
-    (score,) = summary["evaluation"]["return_per_run"]
-    return Measured(summary["steps_per_second"], score)
+    options = ("--env", f"envpool/{task.name}", "--total-timesteps", steps, "--seed", seed)
+    with trained(*options, "--eval-every", 0) as (_, summary):
+        (score,) = summary["evaluation"]["return_per_run"]
+        return Measured(summary["steps_per_second"], score)
 
 
 def theirs(task: Task, seed: int, steps: int, directory: Path, jobs: int) -> Measured:
@@ -219,14 +212,12 @@ def main() -> None:
         "ours": ours,
         "theirs": functools.partial(theirs, directory=given.directory, jobs=given.jobs),
     }
-    stored = RESULTS / "external.json"
-    known = json.loads(stored.read_text()) if stored.exists() else {}
+    known = load("external", {})
     about = {"device": machine.device_name(), "versions": machine.versions()}
     about["peer"] = peers.versions(given.directory, "sb3")
 
     def save() -> None:
-        stored.write_text(json.dumps(known, indent=1) + "\n")
-        stored.with_suffix(".md").write_text(table(known))
+        shared.save("external", known, table(known))
 
     for task in tasks:
         nothing = {"returns": {who: {} for who in trainings}, "speeds": {}}

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
+from benchmarks.shared import load, save, trained
 from benchmarks.targets import SUITES, Target
 from purejaxppo import envs
 from purejaxppo.agent import AgentOutput
@@ -36,7 +35,6 @@ from purejaxppo.train import Trainer, make_plan, make_setup, stack_hypers
 
 FIRST_SEED = 1000
 RANDOM_POLICIES = 100
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -112,14 +110,10 @@ def untrained_scores(settings: Settings, env: Any) -> np.ndarray:
 
 def train(env_name: str, target: Target, num_seeds: int, first_seed: int) -> dict[str, Any]:
     """`outcome` of the command a user would type, with the benchmark's seeds."""
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = Path(directory) / "run"
-        command = [sys.executable, "-m", "purejaxppo.run", "--env", env_name]
-        command += ["--seed", str(first_seed), "--num-seeds", str(num_seeds)]
-        command += ["--run-dir", str(run_dir), "--eval-every", "0"]
-        if target.steps:
-            command += ["--total-timesteps", str(target.steps)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    options = ["--env", env_name, "--seed", first_seed, "--num-seeds", num_seeds, "--eval-every", 0]
+    if target.steps:
+        options += ["--total-timesteps", target.steps]
+    with trained(*options) as (run_dir, _):
         return outcome(run_dir, target)
 
 
@@ -261,8 +255,7 @@ def main() -> int:
         help="keep the stored returns, measure random policies",
     )
     arguments = parser.parse_args()
-    stored = RESULTS / f"{arguments.suite}.json"
-    known = {r["env"]: r for r in json.loads(stored.read_text())} if stored.exists() else {}
+    known = {r["env"]: r for r in load(arguments.suite, [])}
     targets = SUITES[arguments.suite]
     for name in arguments.env or targets:
         if arguments.random_only:
@@ -274,8 +267,7 @@ def main() -> int:
             known[name] = measure(arguments.suite, name, arguments.seeds)
         print(f"{name}: met {met(known[name], targets[name])}", flush=True)
         ordered = [known[env] for env in targets if env in known]
-        stored.write_text(json.dumps(ordered, indent=1) + "\n")
-        stored.with_suffix(".md").write_text(table(arguments.suite, ordered))
+        save(arguments.suite, ordered, table(arguments.suite, ordered))
     return int(not all(met(known[name], targets[name]) for name in arguments.env or targets))
 
 

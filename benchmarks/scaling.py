@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import NUM_STEPS, RESULTS, Work, our_command
+from benchmarks.compare import NUM_STEPS, Work, our_command
+from benchmarks.shared import RESULTS, load, save
 from purejaxppo import machine
 
 RUNS = (1, 2, 4, 16, 64, 256, 1024, 4096)
@@ -218,8 +219,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=PARTS)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    stored = RESULTS / "scaling.json"
-    results = json.loads(stored.read_text()) if stored.exists() else {}
+    results = load("scaling", {})
     about = {
         "date": datetime.date.today().isoformat(),
         "device": machine.device_name(),
@@ -230,12 +230,10 @@ def main() -> None:
         once = part in ("memory", "thousand")
         found = [PARTS[part][0]() for _ in range(1 if once else given.repeats)]
         results[part] = json.loads(json.dumps({"found": found} | about))
-        stored.write_text(json.dumps(results, indent=1) + "\n")
-    ordered = {part: results[part] for part in PARTS if part in results}
-    text = page(ordered)
-    stored.with_suffix(".md").write_text(text)
-    draw(ordered, stored.with_suffix(".png"))
-    print(text)
+        results = {part: results[part] for part in PARTS if part in results}
+        save("scaling", results, page(results))
+    draw(results, RESULTS / "scaling.png")
+    print(page(results))
 
 
 if __name__ == "__main__":

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import platform
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.shared import load, save
 from purejaxppo import machine, ppo
 from purejaxppo.config import load_settings
 from purejaxppo.convolutions import conv_shapes
@@ -40,8 +39,6 @@ from purejaxppo.train import (
     make_setup,
     stack_hypers,
 )
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def measure(env: str, num_envs: int | None, num_steps: int | None, repeats: int) -> dict[str, Any]:
@@ -261,13 +258,11 @@ def main() -> None:
     given = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     result = measure(given.env, given.num_envs, given.num_steps, given.repeats)
-    stored = RESULTS / "throughput.json"
-    results = json.loads(stored.read_text()) if stored.exists() else []
+    results = load("throughput", [])
     same = ("env", "num_envs", "num_steps", "cores", "device")
     results = [r for r in results if any(r[key] != result[key] for key in same)] + [result]
-    stored.write_text(json.dumps(results, indent=1) + "\n")
     text = table(results)
-    stored.with_suffix(".md").write_text(text)
+    save("throughput", results, text)
     print(text)
 
 

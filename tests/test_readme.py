@@ -1,12 +1,12 @@
 """What the README shows works as shown."""
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import compare
+from benchmarks.shared import load
 from scripts import custom_environment
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -36,5 +36,4 @@ def test_custom_environment_learns(capsys):
 
 
 def test_its_table_is_of_the_results():
-    results = json.loads((compare.RESULTS / "compare.json").read_text())
-    assert compare.with_table(README, results) == README
+    assert compare.with_table(README, load("compare", {})) == README
