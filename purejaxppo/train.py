@@ -263,12 +263,8 @@ class Trainer:
     def sharded_like(self, shapes: PyTree) -> PyTree:
         """Shapes of the device arrays of a state, with the sharding that these have."""
         sharding = NamedSharding(self._mesh, self._by_shard)
-        everywhere = NamedSharding(self._mesh, PartitionSpec())  # as JAX has what is empty
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=sharding if x.size else everywhere
-            ),
-            shapes,
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
 
     def fetch(self, runs: PyTree) -> PyTree:
@@ -326,9 +322,10 @@ class Trainer:
         def blocks(states: PyTree, hypers: Hyper, shared: PyTree) -> PyTree:
             if AXIS in state_spec:
                 states = jax.tree.map(lambda x: x[:, 0], states)  # this device's own
-            results = map_blocks(
-                lambda run: function(*run, shared), (states, hypers), self.plan.block
-            )
+            each = lambda run: function(*run, shared)  # noqa: E731
+            # A vmap of one would only take longer to trace.
+            block = self.plan.block if self.plan.block > 1 else None
+            results = jax.lax.map(each, (states, hypers), batch_size=block)
             if self.plan.shards > 1:
                 results = jax.tree.map(lambda x: x[:, None], results)
             return results
@@ -342,18 +339,6 @@ class Trainer:
             check_vma=False,
         )
         return jax.jit(sharded, **jit_options)
-
-
-def map_blocks(function: Callable[[PyTree], PyTree], runs: PyTree, block: int) -> PyTree:
-    """What a function gives for each of R runs, `block` of them vmapped at a time; R is a multiple.
-
-    As `jax.lax.map` with a batch size, which divides by 0 where a leaf is empty.
-    """
-    if block == 1:  # a vmap of one would only take longer to trace
-        return jax.lax.map(function, runs)
-    blocks = jax.tree.map(lambda x: x.reshape(len(x) // block, block, *x.shape[1:]), runs)
-    results = jax.lax.map(jax.vmap(function), blocks)
-    return jax.tree.map(lambda x: x.reshape(len(x) * block, *x.shape[2:]), results)
 
 
 def suits_one_thread(config: Config) -> bool:

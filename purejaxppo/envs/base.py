@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -96,7 +97,7 @@ class Starts(struct.PyTreeNode):
 class VectorState(struct.PyTreeNode):
     """State of N environments."""
 
-    env: PyTree  # [N, ...]
+    env: PyTree  # [N, ...], without arrays that are empty
     obs: Array  # [N, ...] what to act on next
     score: Array  # [N] float32, of the episode so far
     length: Array  # [N] int32, steps of the episode so far: the clock
@@ -186,7 +187,8 @@ class Vectorized:
         key_step, key_reset = key, key
         if fresh:
             key_step, key_reset = jnp.moveaxis(jax.vmap(jax.random.split)(key), 1, 0)
-        env, raw = jax.vmap(self.env.step)(key_step, state.env, action)
+        env, raw = jax.vmap(self.env.step)(key_step, self._filled(state.env), action)
+        env = _without_empty(env)
         length = state.length + 1
         timestep = self._checked(raw, length)
         score = state.score + timestep.reward
@@ -216,7 +218,22 @@ class Vectorized:
         obs = self._cast(obs)
         chex.assert_shape(obs, self.observation_space.shape, custom_message="obs of reset")
         _check_bytes(obs, self.observation_space)
-        return strong_types(state), obs
+        return _without_empty(strong_types(state)), obs
+
+    @functools.cached_property
+    def _shapes(self) -> PyTree:
+        """Of a state of one environment."""
+        return jax.eval_shape(self.env.reset, jax.random.key(0))[0]
+
+    def _filled(self, state: PyTree) -> PyTree:
+        """States [N, ...] of the environments, with the empty arrays that `_without_empty` took."""
+        if not any(map(_is_taken, jax.tree.leaves(state, is_leaf=_is_taken))):
+            return state
+
+        def fill(shape: jax.ShapeDtypeStruct, x: Any) -> Any:
+            return jnp.zeros((self.num_envs, *shape.shape), shape.dtype) if _is_taken(x) else x
+
+        return jax.tree.map(fill, self._shapes, state)
 
     def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
         """Start states [*shape, ...], the last axis being environments; consumes key."""
@@ -258,6 +275,15 @@ def _check_bytes(obs: Array, space: Space) -> None:
                 f"an episode begins with {obs.dtype}{list(obs.shape)}, and its space is {space}: "
                 "bytes are declared as uint8, and nothing else"
             )
+
+
+def _without_empty(state: PyTree) -> PyTree:
+    """A state with () in place of empty arrays, which XLA divides among devices wrongly, if at all."""
+    return jax.tree.map(lambda x: x if x.size else (), state)
+
+
+def _is_taken(x: Any) -> bool:
+    return isinstance(x, tuple) and x == ()
 
 
 def finite_or_ended(step: TimeStep, valid: Array) -> TimeStep:
