@@ -69,9 +69,8 @@ def evaluate(
     zeros = jnp.zeros(num_envs)
     start = _Progress(
         t=jnp.zeros((), jnp.int32),
-        env_state=finite_start(
-            env.reset(key_reset)
-        ),  # no rollout begins: later episodes do not count
+        # No rollout begins: later episodes do not count.
+        env_state=finite_start(env.reset(key_reset)),
         carry=agent.init_carry(num_envs),
         first=jnp.ones(num_envs, bool),
         episode=Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32)),

@@ -128,7 +128,7 @@ def load_all_policies(directory: RunDirectory, best: bool) -> list[Policy]:
     """
     begun = [i for i in range(len(directory.programs)) if directory.has_begun(i)]
     if not begun:
-        directory.latest(0)
+        directory.latest(0)  # which says why there is none
     loaded = [
         policy
         for program in begun
