@@ -225,27 +225,15 @@ def is_bytes(space: Space) -> bool:
 
 
 def init_optimizer(hyper: Hyper, params: Any) -> OptState:
-    """The optimiser's state before the first update.
-
-    Raises:
-        ConfigError: hyper has both desired_kl and target_kl.
-    """
-    if hyper.desired_kl is not None and hyper.target_kl is not None:
-        raise ConfigError("target_kl ends an iteration before desired_kl can slow it down")
+    """The optimiser's state before the first update."""
     adaptive_scale = None if hyper.desired_kl is None else jnp.ones(())
     flat, _ = ravel_pytree(params)
     return OptState(_adam(hyper).init(flat), adaptive_scale)
 
 
 def learning_rate_scale(config: Config, opt_state: OptState, remaining: Array) -> Array:
-    """[] what both learning rates are multiplied by; remaining [] is 1 - i / iterations.
-
-    Raises:
-        ConfigError: they are to be annealed and adapted.
-    """
+    """[] what both learning rates are multiplied by; remaining [] is 1 - i / iterations."""
     if opt_state.adaptive_scale is not None:
-        if config.anneal_learning_rate:
-            raise ConfigError("desired_kl and anneal_learning_rate both set the learning rate")
         return opt_state.adaptive_scale
     return remaining if config.anneal_learning_rate else jnp.ones(())
 

@@ -27,7 +27,7 @@ def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
         one_thread: XLA is to use no more for a device of a CPU, unless PJRT_NPROC says how many.
 
     Raises:
-        ConfigError: the other processes cannot be reached.
+        ConfigError: the other processes cannot be reached, or there are no such devices.
     """
     wanted = num_cores()
     if run.shard == "runs" and not run.distributed:
@@ -43,8 +43,22 @@ def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
     _configure_cache(run)
     if one_thread and "PJRT_NPROC" not in os.environ:
         os.environ["PJRT_NPROC"] = "1"
-        jax.devices()  # which reads it, once
+        _start()  # which reads it, once
         del os.environ["PJRT_NPROC"]
+    else:
+        _start()
+
+
+def _start() -> None:
+    """JAX's devices."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter without a word
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        reason = " ".join(str(error).split()) or "JAX has no such devices here"
+        raise ConfigError(
+            f"JAX_PLATFORMS={wanted}: {reason}; the extras cuda12, cuda13 and tpu bring accelerators"
+        ) from None
 
 
 def _configure_cache(run: RunOptions) -> None:

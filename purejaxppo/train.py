@@ -25,7 +25,7 @@ from purejaxppo.distributions import num_outputs
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
-from purejaxppo.validation import validated
+from purejaxppo.validation import validate_desired_kl, validated
 from purejaxppo.values import ConfigError
 
 # Most iterations a chunk can be asked for: enough that launching it costs nothing.
@@ -69,7 +69,8 @@ def make_train(
     It returns the final state and metrics [iterations].
 
     Raises:
-        ConfigError: as `make_setup`, or an environment outside of the program.
+        ConfigError: as `make_setup`, or an environment outside of the program; when called, a Hyper
+            that does not go with the configuration.
     """
     setup = make_setup(config, env)
     if setup.env.external:
@@ -79,6 +80,7 @@ def make_train(
     count = setup.config.iterations
 
     def train(key: Array, hyper: Hyper) -> tuple[TrainState, Metrics]:
+        validate_desired_kl(setup.config, hyper)
         hyper = as_arrays(hyper)
         if not _is_key(key):  # of jax.random.PRNGKey
             key = jax.random.wrap_key_data(key)

@@ -127,16 +127,7 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
         raise ConfigError(
             f"--reward-scale {hyper.reward_scale}: --normalize-rewards scales rewards already"
         )
-    if hyper.desired_kl is not None and config.anneal_learning_rate:
-        raise ConfigError(
-            "--desired-kl and --anneal-learning-rate both set the learning rate: "
-            "add --no-anneal-learning-rate"
-        )
-    if hyper.desired_kl is not None and hyper.target_kl is not None:
-        raise ConfigError(
-            f"--target-kl {hyper.target_kl} ends an iteration before --desired-kl {hyper.desired_kl} can "
-            "slow it down: give one of them"
-        )
+    validate_desired_kl(config, hyper)
     if config.log_std == "state" and not -20 < hyper.init_log_std < 2:
         raise ConfigError(
             f"--init-log-std {hyper.init_log_std}: a --log-std that depends on the state lies in -20 ... 2"
@@ -148,6 +139,19 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
     if run.eval_every is not None and not run.eval_episodes:
         raise ConfigError(
             f"--eval-every {run.eval_every}: there are no --eval-episodes; add --eval-every none"
+        )
+
+
+def validate_desired_kl(config: Config, hyper: Hyper) -> None:
+    """Raises ConfigError where it does not go with other options, whatever their values, traced or not."""
+    if hyper.desired_kl is not None and config.anneal_learning_rate:
+        raise ConfigError(
+            "--desired-kl and --anneal-learning-rate both set the learning rate: "
+            "add --no-anneal-learning-rate"
+        )
+    if hyper.desired_kl is not None and hyper.target_kl is not None:
+        raise ConfigError(
+            "--target-kl ends an iteration before --desired-kl can slow it down: give one of them"
         )
 
 

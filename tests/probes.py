@@ -154,7 +154,7 @@ class Clock(Probe):
 
 @dataclass(frozen=True)
 class Poisoned(Probe):
-    """A walk around 50 with time limit 6; where `bad`, its third step is not finite.
+    """A walk around 50 * scale with time limit 6; where `bad`, its third step is not finite.
 
     What is seen is (where it is, steps so far, bad or not). The poison is reward or an entry of the
     observation; "" for none, everything else alike.
@@ -163,18 +163,19 @@ class Poisoned(Probe):
     max_episode_steps: int | None = 6
     poison: str = ""
     value: float = float("nan")
+    scale: float = 1.0
     observation_space: ClassVar[Any] = Box(-INF, INF, (3,))
 
     def reset(self, key):
         key_place, key_bad = jax.random.split(key)
         bad = jax.random.bernoulli(key_bad, 0.2).astype(jnp.float32)
         place = 50 + 20 * jax.random.normal(key_place)
-        state = jnp.stack([place, ZERO(()), bad])
+        state = jnp.stack([self.scale * place, ZERO(()), bad])
         return state, state
 
     def step(self, key, state, action):
         move = jax.random.normal(key) + action
-        state = state + jnp.stack([move, jnp.ones(()), ZERO(())])
+        state = state + jnp.stack([self.scale * move, jnp.ones(()), ZERO(())])
         struck = (state[1] == 3) & (state[2] == 1)
         reward = jnp.where(struck & (self.poison == "reward"), self.value, 0.1 * state[0])
         seen = jnp.where(struck & (self.poison == "obs"), state.at[1].set(self.value), state)

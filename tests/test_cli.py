@@ -312,7 +312,7 @@ def test_no_evaluation(tmp_path):
         ("--desired-kl 0.01 --anneal-learning-rate", "both set the learning rate"),
         (
             "--no-anneal-learning-rate --desired-kl 0.01 --target-kl 0.02",
-            "--target-kl 0.02 ends an iteration before",
+            "--target-kl ends an iteration before",
         ),
         ("--activation sin", "--activation sin: must be one of"),
         ("--env-args size", "--env-args: 'size' is not name=value"),

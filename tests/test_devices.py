@@ -155,6 +155,18 @@ def test_a_small_run_has_one_thread_unless_more_are_asked_for(tmp_path, asked, t
     assert int(done.stdout.split()[-1]) == threads
 
 
+def test_devices_that_are_not_there_are_one_line():
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, "--env", "CartPole-v1"],
+        env=os.environ | {"JAX_PLATFORMS": "abacus"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "error: JAX_PLATFORMS=abacus: Unable to initialize backend" in done.stderr
+    assert "the extras cuda12, cuda13 and tpu" in done.stderr
+
+
 def start(devices, *arguments):
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
     return subprocess.Popen(

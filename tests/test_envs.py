@@ -94,6 +94,30 @@ def test_termination_and_limit_may_coincide():
     np.testing.assert_array_equal(timestep.truncated[:, 0], [False, True, False, True])
 
 
+class Impatient(Countdown):
+    """Says that the episode is cut at 3, and at 0, where it is over."""
+
+    def step(self, key, state, action):
+        state, step = super().step(key, state, action)
+        return state, step.replace(truncated=(state == 3) | (state == 0))
+
+
+def test_a_truncation_without_room_for_its_observation_is_an_end_and_not_valid():
+    env = Vectorized(Impatient(limit=6, highest=8), 40)
+    obs, timestep, episode = play(env, steps=40)
+    early, over = obs[..., 0] == 4, obs[..., 0] == 1
+    assert early.any()
+    assert over.any()
+    assert not timestep.truncated.any()
+    np.testing.assert_array_equal(timestep.valid, ~early)
+    np.testing.assert_array_equal(timestep.terminated, early | over)
+    np.testing.assert_array_equal(episode.ended, early | over)
+    env.env.may_truncate = True
+    _, declared, _ = play(Vectorized(env.env, 40), steps=40)
+    assert declared.valid.all()
+    np.testing.assert_array_equal(declared.truncated, early | over)
+
+
 def starts_of(mode, pool_size, steps=600, num_envs=40):
     obs, _, episode = play(Vectorized(Countdown(), num_envs, mode, pool_size), steps)
     return obs[1:, :, 0][episode.ended[:-1]]

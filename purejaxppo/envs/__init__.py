@@ -249,6 +249,8 @@ def _import(name: str) -> Factory:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--env {name}: {error}, in this directory or on PYTHONPATH") from None
     except ImportError as error:
         raise ConfigError(f"--env {name}: {error}") from None
     try:

@@ -25,7 +25,8 @@ class Described(Protocol):
 
     Attributes:
         max_episode_steps: the time limit, kept by `Vectorized`; None for none.
-        may_truncate: whether `step` sets `truncated` by itself, for a reason other than that limit.
+        may_truncate: whether `step` sets `truncated` by itself, for a reason other than that limit. A
+            step that does so although it says that it never will is an end, and not valid.
     """
 
     @property
@@ -260,10 +261,13 @@ class Vectorized:
         chex.assert_shape(raw.truncated, batch, custom_message="truncated")
         chex.assert_shape(valid, batch, custom_message="valid")
         reward, obs = raw.reward.astype(jnp.float32), self._cast(raw.obs)
-        truncated = raw.truncated.astype(bool)
-        if self.env.max_episode_steps is not None:
-            truncated |= length >= self.env.max_episode_steps
-        return finite_or_ended(TimeStep(obs, reward, raw.terminated.astype(bool), truncated), valid)
+        terminated, truncated = raw.terminated.astype(bool), raw.truncated.astype(bool)
+        limit = self.env.max_episode_steps
+        late = jnp.zeros(batch, bool) if limit is None else length >= limit
+        if not self.env.may_truncate:  # no room is kept for the final observation
+            early = truncated & ~(terminated | late)
+            terminated, truncated, valid = terminated | early, late, valid & ~early
+        return finite_or_ended(TimeStep(obs, reward, terminated, truncated | late), valid)
 
 
 def _check_bytes(obs: Array, space: Space) -> None:
