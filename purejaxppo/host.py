@@ -106,7 +106,9 @@ def _run(
                 gc.unfreeze()
                 gc.collect()
             if len(trainings) > 1:
-                display.say(f"program {number + 1} of {len(trainings)}: {training.description}")
+                display.say(
+                    f"program {number + 1} of {len(trainings)}: {training.program.description}"
+                )
             with Writer(directory.checkpoints(number), run.keep, about) as writer:
                 main = machine.is_main()
                 training.run(tables, interrupt, writer if main else None, directory.path / "videos")
@@ -243,7 +245,7 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             continue
         caveats += facts["caveats"]
         config = training.config
-        if training.external:
+        if training.program.external:
             caveats.append("not bit for bit: environments outside of the program begin anew")
         anneals = config.anneal_learning_rate or config.anneal_clip_eps or config.anneal_ent_coef
         if facts["iterations"] != config.iterations and anneals:
@@ -251,14 +253,17 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
                 f"what anneals was to end at iteration {facts['iterations']:,}: stretched, so not as "
                 "if trained at once"
             )
-        before, devices = facts.get("devices", training.plan.devices), training.plan.devices
+        before, devices = (
+            facts.get("devices", training.program.plan.devices),
+            training.program.plan.devices,
+        )
         if before != devices:
             caveats.append(
                 f"on {devices} of its devices instead of {before} XLA may round differently"
             )
         now = {
-            "block": training.plan.block,
-            "shards": training.plan.shards,
+            "block": training.program.plan.block,
+            "shards": training.program.plan.shards,
             "device": machine.device_name(),
         }
         changed = [
@@ -284,11 +289,11 @@ def _header(
     directory: RunDirectory, trainings: list[Training], caveats: list[str]
 ) -> dict[str, str]:
     run, first = directory.settings.run, trainings[0]
-    config, env = first.config, first.trainer.setup.env
+    config, env = first.config, first.program.trainer.setup.env
     steps = config.iterations * config.batch_size
     rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
     resets = "a new start state at every reset"
-    if first.external:
+    if first.program.external:
         resets = "the environments' own, one step late"
     elif config.reset_mode == "pool":
         size = min(config.pool_size, config.num_steps)
@@ -298,20 +303,20 @@ def _header(
         )
     num_runs = sum(len(training.runs) for training in trainings)
     last = f" ... {run.seed + run.num_seeds - 1}" if run.num_seeds > 1 else ""
-    seeds = f"seed {run.seed}{last}, in blocks of {first.plan.block}"
+    seeds = f"seed {run.seed}{last}, in blocks of {first.program.plan.block}"
     header = {
         "environment": f"{config.env}: {env.observation_space} -> {env.action_space}",
         "resets": resets,
-        "parameters": f"{first.num_params:,}",
+        "parameters": f"{first.program.num_params:,}",
         "steps": f"{steps:,} in {config.iterations:,} iterations of {config.num_envs} environments"
         f" x {config.num_steps} steps{rounded}",
         "runs": f"{num_runs}, {seeds}",
-        "device": f"{first.plan.num_devices * first.plan.shards} x {machine.device_name()}"
-        + ", which share the environments of a run" * (first.plan.shards > 1),
-        "memory": f"{machine.gib(first.expected_bytes)} planned beside the program itself",
+        "device": f"{first.program.plan.num_devices * first.program.plan.shards} x {machine.device_name()}"
+        + ", which share the environments of a run" * (first.program.plan.shards > 1),
+        "memory": f"{machine.gib(first.program.expected_bytes)} planned beside the program itself",
         "directory": str(directory.path),
     }
-    if first.external:
+    if first.program.external:
         header["host"] = (
             "environments step in C++ threads, called by the compiled program; their state cannot be "
             "saved, so --resume begins new episodes"

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import yaml
 
-from purejaxppo import cli, envs, host, loop, machine, report
+from purejaxppo import cli, envs, host, machine, program, report
 from purejaxppo.config import load_settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
+from purejaxppo.program import Program
 from purejaxppo.sweep import make_runs, make_settings_of
 from purejaxppo.train import Plan, make_footprint
 from purejaxppo.values import ConfigError
@@ -197,7 +198,7 @@ def test_a_sweep_lets_go_of_its_programs(tmp_path, monkeypatch):
     def compile_program(self):
         alive.append(sum(program() is not None for program in compiled))
         compile_training(self)
-        compiled.extend(weakref.ref(x) for x in (self.trainer, self._chunk))
+        compiled.extend(weakref.ref(x) for x in (self.program.trainer, self._chunk))
 
     compile_training = Training._compile
     monkeypatch.setattr(Training, "_compile", compile_program)
@@ -229,22 +230,22 @@ def test_environments_divided_among_devices(tmp_path, capsys):
 def test_memory_decides_the_block(monkeypatch):
     """Eight runs of which four would be a block, with room for less and less."""
     arguments = "--num-seeds 8 --num-envs 8 --total-timesteps 128 --eval-episodes 0"
-    monkeypatch.setattr(loop, "make_plan", lambda _, n, block, __: Plan(n, 1, block or 4))
+    monkeypatch.setattr(program, "make_plan", lambda _, n, block, __: Plan(n, 1, block or 4))
     settings = cli.parse([*SMALL.split(), *arguments.split()])
     runs = make_runs(make_settings_of(settings), settings.run)
 
     def planned(size, options=settings.run):
-        return Training(options, runs, Display(quiet=True), Memory(size, per_device=False))
+        return Program(options, runs, Memory(size, per_device=False))
 
     whole = planned(2**40)
     assert whole.plan.block == 4
     footprint = make_footprint(
-        whole.trainer.setup, whole.plan, whole._shapes, whole._saved_bytes // 8
+        whole.trainer.setup, whole.plan, whole.shapes, whole._saved_bytes // 8
     )
     for block in (4, 2, 1):
         size = footprint.total(Plan(8, 1, block))
-        training = planned(size)
-        assert (training.plan.block, training.expected_bytes) == (block, size)
+        smaller = planned(size)
+        assert (smaller.plan.block, smaller.expected_bytes) == (block, size)
     with pytest.raises(ConfigError, match="8 runs in blocks of 1 need"):
         planned(100)
     with pytest.raises(ConfigError, match="8 runs in blocks of 4 need"):

@@ -1,0 +1,237 @@
+"""The runs of one configuration as one program: laid out on devices, within memory, and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from purejaxppo import envs
+from purejaxppo.config import Config, RunOptions
+from purejaxppo.machine import Memory, gib, resident_bytes
+from purejaxppo.policy import acting
+from purejaxppo.spaces import Box
+from purejaxppo.sweep import Run, describe
+from purejaxppo.train import (
+    Plan,
+    Trainer,
+    fit,
+    make_footprint,
+    make_plan,
+    make_setup,
+    nbytes,
+    run_shapes,
+    saved_shapes,
+    stack_hypers,
+)
+from purejaxppo.values import ConfigError
+
+
+class Compiled(NamedTuple):
+    """The functions of a `Trainer`, ready to be called."""
+
+    chunk: Any
+    init: Any  # None where nothing begins
+    evaluate: Any  # None without episodes
+
+
+class Program:
+    """What trains and evaluates runs of one `Config`.
+
+    Args:
+        memory: for the arrays of all of them.
+        block: of so many runs, as before, where the options leave it open.
+
+    Attributes:
+        env: one environment, as `envs.make` gives it.
+        eval_env: those that evaluations step.
+        hypers: [R] on the devices.
+        start: what `Trainer.init` is called with.
+        shapes: of the state as it lies on the devices.
+        whole: of the state as it is saved, [R, ...] whatever the devices.
+        expected_bytes: of all arrays, beside the program itself.
+        external: whether the environments live outside of it.
+
+    Raises:
+        ConfigError: what cannot be known before the environment is: a name, an argument, a head
+            that does not fit; or more runs than memory. Nothing has been compiled by then.
+    """
+
+    def __init__(
+        self, options: RunOptions, runs: list[Run], memory: Memory, block: int | None = None
+    ) -> None:
+        self.options, self.runs = options, runs
+        self.config = runs[0].setting.config
+        self.env = envs.make(self.config.env, self.config.env_options)
+        self.external = envs.is_external(self.env)
+        _check_hypers(self.config, self.env, runs)
+        if options.runs_per_block != "auto":
+            block = options.runs_per_block
+        if self.external:
+            _check_external(self.config, options, len(runs), memory)
+            self._lay_out(Plan(len(runs), 1, len(runs)))
+        else:
+            setup = make_setup(self.config, self.env)
+            self._lay_out(make_plan(setup, len(runs), block, options.shard == "environments"))
+        self._fit_into(memory)
+
+    def _lay_out(self, plan: Plan) -> None:
+        """The programs of a plan, and the runs on its devices."""
+        self.plan = plan
+        seeds = [run.seed for run in self.runs]
+        setup = make_setup(_share(self.config, plan.shards), self.env, seeds)
+        episodes = max(1, -(-self.options.eval_episodes // plan.shards))
+        self.eval_env = envs.vectorize(self.config, self.env, episodes, seeds)
+        self.trainer = Trainer(setup, plan, self.eval_env, self.options.eval_sampled)
+        self.hypers = self.trainer.shard(stack_hypers([run.setting.hyper for run in self.runs]))
+        self.start = (self.trainer.shard(np.array(seeds, np.uint32)), self.hypers, ())
+        # A trace that compilation uses again.
+        self.shapes = self.trainer.sharded_like(jax.eval_shape(self.trainer.init, *self.start))
+        if plan.shards == 1:
+            run = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
+        else:
+            run = run_shapes(make_setup(self.config, self.env), self.runs[0].setting.hyper)
+        self.whole = saved_shapes(run, len(self.runs))
+
+    def _fit_into(self, memory: Memory) -> None:
+        """Smaller blocks where these runs would not fit."""
+        saved = self._saved_bytes // len(self.runs)
+        episodes = self.eval_env.num_envs
+        footprint = make_footprint(self.trainer.setup, self.plan, self.shapes, saved, episodes)
+        room = memory.of(self.plan.num_devices * self.plan.shards)
+        if self.external:
+            room -= _external_bytes(self.config, self.options, len(self.runs))
+        plan = fit(self.plan, footprint, room)
+        self.expected_bytes = footprint.total(plan or self.plan)
+        if plan == self.plan:
+            return
+        asked = self.options.runs_per_block != "auto" or self.external
+        if plan is None or asked:
+            least = self.plan if asked else dataclasses.replace(self.plan, block=1)
+            options = ["--num-envs", "--eval-episodes"]
+            if least.block > 1 and not self.external:
+                options.insert(0, "--runs-per-block")
+            raise ConfigError(
+                f"{len(self.runs)} runs in blocks of {least.block} need "
+                f"{gib(footprint.total(least))} beside the program itself, and there is room for "
+                f"{gib(room)}: give fewer runs, a smaller {' or '.join(options)}, or more --memory-limit"
+            )
+        self._lay_out(plan)
+
+    @property
+    def _saved_bytes(self) -> int:
+        """Of host memory for a checkpoint, where devices have none of their own."""
+        if not self.options.keep or jax.default_backend() != "cpu":
+            return 0
+        best = nbytes(acting(self.whole))  # there, and on its way
+        return (nbytes(self.whole) + 2 * best) * jax.process_count()
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of a run."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.whole.params)) // len(self.runs)
+
+    @property
+    def description(self) -> str:
+        """What distinguishes it from a sweep's other programs."""
+        swept = self.runs[0].setting.swept.items()
+        static = {name: v for name, v in swept if name in vars(self.config) or v is None}
+        runs = f"{len(self.runs)} runs, {self.num_params:,} parameters"
+        return f"{describe(static)}: {runs}" if static else runs
+
+    def compile(self, begins: bool) -> Compiled:
+        """Side by side.
+
+        Args:
+            begins: whether states are to be made, and not restored alone.
+        """
+        trainer, shared = self.trainer, (np.int32(1), np.float32(1))
+        with ThreadPoolExecutor() as threads:
+
+            def start(program: Any, *arguments: Any) -> Future[Any]:
+                # XLA compiles without Python's lock, while the next program is traced.
+                return threads.submit(program.lower(*arguments).compile)
+
+            chunk = start(trainer.chunk, self.shapes, self.hypers, shared)
+            init = start(trainer.init, *self.start) if begins else None
+            evaluate = None
+            if self.options.eval_episodes:
+                evaluate = start(trainer.evaluate, self.shapes, self.hypers, ())
+        return Compiled(*(each and each.result() for each in (chunk, init, evaluate)))
+
+    def memory(self, compiled: Compiled) -> str:
+        """What the largest of its programs takes, in words."""
+        size = 0
+        for program in filter(None, (compiled.chunk, compiled.evaluate)):
+            memory = program.memory_analysis()
+            needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+            needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+            size = max(size, needed)
+        if jax.default_backend() != "cpu":
+            return f"{gib(size)} of memory a device"
+        arrays = size * self.plan.num_devices * self.plan.shards + self._saved_bytes
+        return f"{gib(arrays + resident_bytes())} of memory in all"
+
+    def release(self) -> None:
+        """Lets go of what is compiled: a sweep's next program needs the room."""
+        del self.trainer
+
+
+def _share(config: Config, shards: int) -> Config:
+    """The configuration of one of several devices that share the environments."""
+    if shards == 1:
+        return config
+    share = dataclasses.replace(config, num_envs=config.num_envs // shards)
+    if config.num_envs % shards or share.batch_size % config.num_minibatches:
+        raise ConfigError(
+            f"--shard environments: --num-envs {config.num_envs} cannot be divided among {shards} "
+            f"devices (JAX_NUM_CPU_DEVICES), each with --num-minibatches {config.num_minibatches}"
+        )
+    if config.minibatches == "sequences" and share.num_envs % config.num_minibatches:
+        raise ConfigError(
+            f"--shard environments: the {share.num_envs} environments of a device are not divisible "
+            f"by --num-minibatches {config.num_minibatches}, as --minibatches sequences needs"
+        )
+    return share
+
+
+def _external_bytes(config: Config, options: RunOptions, num_runs: int) -> int:
+    """Host memory of environments outside of the program."""
+    return num_runs * (config.num_envs + options.eval_episodes) * envs.EXTERNAL_BYTES
+
+
+def _check_external(config: Config, options: RunOptions, num_runs: int, memory: Memory) -> None:
+    """Raises ConfigError for what environments outside of the program cannot do."""
+    needed, room = _external_bytes(config, options, num_runs), memory.of(1)
+    if needed > room:
+        raise ConfigError(
+            f"the environments of {config.env} need {gib(needed)}, and there is room for {gib(room)}: "
+            "give fewer runs, or a smaller --num-envs or --eval-episodes"
+        )
+    for name in ("reset_mode", "pool_size"):
+        value = getattr(config, name)
+        if value != getattr(Config, name):
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} {value}: the environments of {config.env} reset themselves"
+            )
+    reason = f"the environments of {config.env} live outside of the compiled program, in one pool"
+    if options.shard == "environments":
+        raise ConfigError(f"--shard environments: {reason}")
+    if options.distributed:
+        raise ConfigError(f"--distributed: {reason}")
+    if options.runs_per_block != "auto" and options.runs_per_block < num_runs:
+        raise ConfigError(f"--runs-per-block {options.runs_per_block}: {reason} for all runs")
+
+
+def _check_hypers(config: Config, env: envs.Environment, runs: list[Run]) -> None:
+    """Raises ConfigError where a hyperparameter does not fit the environment."""
+    if any(run.setting.hyper.init_log_std for run in runs) and not isinstance(
+        env.action_space, Box
+    ):
+        raise ConfigError(
+            f"--init-log-std does not fit {config.env}, whose actions are {env.action_space}"
+        )
