@@ -22,7 +22,8 @@ import numpy as np
 from jax.extend import core
 
 from purejaxppo.config import load_settings
-from purejaxppo.train import Plan, Trainer, make_setup, stack_hypers
+from purejaxppo.plan import Plan
+from purejaxppo.train import Trainer, make_setup, stack_hypers
 
 BASELINE = Path(__file__).parent / "results" / "budget.json"
 ALLOWED = 1.1

@@ -24,8 +24,9 @@ from benchmarks.shared import RESULTS, trained
 from purejaxppo import machine
 from purejaxppo.checkpoint import Writer, flatten
 from purejaxppo.config import RunOptions, load_settings
+from purejaxppo.plan import make_plan
 from purejaxppo.sweep import bootstrap_interval
-from purejaxppo.train import Trainer, make_plan, make_setup, run_shapes, saved_shapes, stack_hypers
+from purejaxppo.train import Trainer, make_setup, run_shapes, saved_shapes, stack_hypers
 
 ENV = "CartPole-v1"
 SAVES = 7  # the first of which imports Orbax

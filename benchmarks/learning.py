@@ -29,9 +29,10 @@ from purejaxppo import envs
 from purejaxppo.agent import AgentOutput
 from purejaxppo.config import Config, Settings, load_settings
 from purejaxppo.evaluate import evaluate
+from purejaxppo.plan import make_plan
 from purejaxppo.spaces import Box
 from purejaxppo.sweep import bootstrap_interval
-from purejaxppo.train import Trainer, make_plan, make_setup, stack_hypers
+from purejaxppo.train import Trainer, make_setup, stack_hypers
 
 FIRST_SEED = 1000
 RANDOM_POLICIES = 100

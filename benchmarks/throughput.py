@@ -30,15 +30,8 @@ from purejaxppo import machine, ppo
 from purejaxppo.config import load_settings
 from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import num_outputs
-from purejaxppo.train import (
-    MAX_CHUNK,
-    Plan,
-    Trainer,
-    as_arrays,
-    cpu_options,
-    make_setup,
-    stack_hypers,
-)
+from purejaxppo.plan import MAX_CHUNK, Plan
+from purejaxppo.train import Trainer, as_arrays, cpu_options, make_setup, stack_hypers
 
 
 def measure(env: str, num_envs: int | None, num_steps: int | None, repeats: int) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from purejaxppo.config import Config, Settings, load_settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import Tables, keep_rows
 from purejaxppo.loop import Training
+from purejaxppo.plan import suits_one_thread
 from purejaxppo.report import write_reports
 from purejaxppo.rundir import RunDirectory, check_options, options_of, write_config
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 from purejaxppo.trackers import Trackers
-from purejaxppo.train import suits_one_thread
 from purejaxppo.values import ConfigError
 
 

@@ -16,10 +16,10 @@ from purejaxppo.config import RunOptions
 from purejaxppo.display import Display
 from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, blank_diverged, pool
 from purejaxppo.machine import Interrupt, Memory, agree
+from purejaxppo.plan import MAX_CHUNK
 from purejaxppo.policy import Policy, acting
 from purejaxppo.program import Program
 from purejaxppo.sweep import Run
-from purejaxppo.train import MAX_CHUNK
 from purejaxppo.types import Metrics, PyTree, TrainState
 from purejaxppo.values import ConfigError
 

@@ -12,21 +12,11 @@ import numpy as np
 from purejaxppo import envs
 from purejaxppo.config import Config, RunOptions
 from purejaxppo.machine import Memory, gib, resident_bytes
+from purejaxppo.plan import Plan, fit, make_footprint, make_plan, nbytes
 from purejaxppo.policy import acting
 from purejaxppo.spaces import Box
 from purejaxppo.sweep import Run, describe
-from purejaxppo.train import (
-    Plan,
-    Trainer,
-    fit,
-    make_footprint,
-    make_plan,
-    make_setup,
-    nbytes,
-    run_shapes,
-    saved_shapes,
-    stack_hypers,
-)
+from purejaxppo.train import Trainer, make_setup, run_shapes, saved_shapes, stack_hypers
 from purejaxppo.values import ConfigError
 
 

@@ -21,9 +21,9 @@ from purejaxppo.display import Display
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
+from purejaxppo.plan import Plan, make_footprint
 from purejaxppo.program import Program
 from purejaxppo.sweep import make_runs, make_settings_of
-from purejaxppo.train import Plan, make_footprint
 from purejaxppo.values import ConfigError
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"

@@ -18,7 +18,8 @@ from probes import Poisoned
 from purejaxppo import checkpoint
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
-from purejaxppo.train import Plan, Trainer, make_setup, stack_hypers
+from purejaxppo.plan import Plan
+from purejaxppo.train import Trainer, make_setup, stack_hypers
 
 # One minibatch of all samples: those of a device are shuffled among themselves.
 CONFIG = Config(

@@ -1,34 +1,21 @@
-"""Whole trainings: sweeps, chunks, padding and evaluation are all the same computation."""
+"""Whole trainings: sweeps, chunks and padding are all the same computation."""
 
 import dataclasses
 import logging
-from types import SimpleNamespace
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from probes import Clock, Poisoned, TimeLimit
+from probes import Poisoned, TimeLimit
 
-from purejaxppo import envs, stats
-from purejaxppo import evaluate as evaluate_module
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
-from purejaxppo.evaluate import evaluate
-from purejaxppo.train import (
+from purejaxppo.plan import (
     MAX_CHUNK,
-    Footprint,
     Plan,
-    Trainer,
-    fit,
-    make_footprint,
-    make_plan,
-    make_setup,
-    make_train,
-    stack_hypers,
-    suits_one_thread,
 )
+from purejaxppo.train import Trainer, make_setup, make_train, stack_hypers
 from purejaxppo.values import ConfigError
 
 CONFIG = Config(
@@ -298,167 +285,8 @@ def test_programs_are_lowered_for_accelerators(name, platform, backend, monkeypa
         assert "custom_call" not in lowered
 
 
-def test_a_plan_is_filled_up_to_whole_blocks_on_every_device():
-    assert Plan(num_runs=1, num_devices=1, block=1).padded == 1
-    assert Plan(num_runs=7, num_devices=1, block=4).padded == 8
-    assert Plan(num_runs=7, num_devices=2, block=2).padded == 8
-    assert Plan(num_runs=8, num_devices=2, block=2).padded == 8
-    assert Plan(num_runs=9, num_devices=2, block=4).padded == 16
-
-
-def test_a_plan_uses_the_devices_there_are_and_no_more():
-    devices = len(jax.devices())
-    setup = make_setup(CONFIG, TimeLimit())
-    assert make_plan(setup, 1) == Plan(1, 1, 1)
-    assert make_plan(setup, 1000, block=3) == Plan(1000, devices, 3)
-    plan = make_plan(setup, 10)
-    assert plan.num_devices == min(devices, 10)
-    assert plan.padded - 10 < plan.num_devices * plan.block
-
-
-@pytest.mark.parametrize(
-    ("num_envs", "backend", "block"),
-    [(1, "cpu", 8), (4, "cpu", 8), (8, "cpu", 4), (16, "cpu", 2), (64, "cpu", 1), (64, "gpu", 64)],
-)
-def test_a_block_is_what_fits_the_cache_of_a_core(monkeypatch, num_envs, backend, block):
-    """Minibatches of 32 steps of each environment, of two networks of 2 x 64 units."""
-    setup = make_setup(Config(num_envs=num_envs, num_steps=128, num_minibatches=4))
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=backend)])
-    assert make_plan(setup, 64).block == block
-
-
-@pytest.mark.parametrize(
-    ("options", "suits"),
-    [
-        ({}, True),
-        ({"num_envs": 64, "num_minibatches": 16}, True),  # minibatches of 512
-        ({"num_envs": 64}, False),  # of 2,048
-        ({"torso_layers": (256, 256)}, False),
-        ({"torso_layers": (), "value_layers": (256,) * 5}, False),
-        ({"num_envs": 1024, "num_steps": 2}, False),
-        ({"env": "hopper"}, True),
-        ({"env": "Breakout-MinAtar"}, False),
-        ({"env": "octax/brix"}, False),
-        ({"env": "envpool/Pong-v5"}, False),
-        ({"env": "my_module:MyEnv"}, False),
-    ],
-)
-def test_small_trainings_without_images_suit_one_thread(options, suits):
-    assert suits_one_thread(Config(**options)) is suits
-
-
-def test_registered_environments_may_have_images():
-    envs.register("mine", TimeLimit)
-    assert not suits_one_thread(Config(env="mine"))
-
-
-def test_a_footprint_lies_above_what_is_compiled_and_not_far():
-    config = Config(num_envs=64, num_steps=128)
-    plan = Plan(num_runs=4, num_devices=1, block=2)
-    trainer = Trainer(make_setup(config), plan)
-    hypers = trainer.shard(stack_hypers([Hyper()] * 4))
-    shapes = jax.eval_shape(trainer.init, trainer.shard(np.zeros(4, np.uint32)), hypers, ())
-    estimate = make_footprint(trainer.setup, plan, shapes).total(plan)
-    shared = (np.int32(1), np.float32(1))
-    memory = trainer.chunk.lower(shapes, hypers, shared).compile().memory_analysis()
-    size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    size += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    assert 0.6 * estimate < size < estimate
-
-
-def test_blocks_are_as_large_as_memory_allows():
-    plan, footprint = Plan(num_runs=10, num_devices=2, block=5), Footprint(held=10, work=100)
-    assert footprint.total(plan) == 10 * 10 + 2 * 5 * 100
-    assert fit(plan, footprint, 1100) == plan
-    assert fit(plan, footprint, 1099).block == 4  # although that computes 16 runs
-    assert fit(plan, footprint, 12 * 10 + 2 * 2 * 100).block == 2
-    assert fit(plan, footprint, 10 * 10 + 2 * 100).block == 1
-    assert fit(plan, footprint, 299) is None
-    assert Footprint(10, 100).total(dataclasses.replace(plan, shards=3)) == 3 * 1100
-
-
 def test_shard_repeats_the_last_run_and_fetch_takes_it_off():
     trainer = Trainer(make_setup(CONFIG, TimeLimit()), Plan(num_runs=3, num_devices=1, block=2))
     there = trainer.shard({"x": np.array([1.0, 2.0, 3.0])})
     np.testing.assert_array_equal(there["x"], [1.0, 2.0, 3.0, 3.0])
     np.testing.assert_array_equal(trainer.fetch(there)["x"], [1.0, 2.0, 3.0])
-
-
-@dataclasses.dataclass(frozen=True)
-class Staggered(Vectorized):
-    """Clocks of which environment n lives n + 1 steps in its first episode."""
-
-    def reset(self, key):
-        state = super().reset(key)
-        life = 1.0 + jnp.arange(self.num_envs)
-        start = state.obs.at[:, 1].set(life)
-        return state.replace(env=start, obs=start)
-
-
-def zero_agent(env):
-    """An agent of the Clock without hidden layers, all of whose parameters are zero."""
-    agent = make_setup(dataclasses.replace(CONFIG, torso_layers=()), env).agent
-    params = jax.eval_shape(agent.init, jax.random.key(0), Hyper())
-    return agent, jax.tree.map(lambda x: jnp.zeros(x.shape), params)
-
-
-def clock_score(length, action):
-    """The Clock earns a tenth of what it shows, which is 11 after the first step, and the action."""
-    return 0.1 * (10 * length + length * (length + 1) / 2) + action * length
-
-
-def test_an_evaluation_is_the_first_episode_of_each_environment():
-    env = Staggered(Clock(), num_envs=9)
-    agent, params = zero_agent(Clock())
-    result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
-    lengths = np.arange(1, 10)
-    assert np.all(result.ended)
-    np.testing.assert_array_equal(result.length, lengths)
-    np.testing.assert_allclose(result.score, clock_score(lengths, 0), rtol=1e-5)
-
-
-def test_an_evaluation_keeps_the_time_limit():
-    env = Staggered(Clock(4), num_envs=9)
-    agent, params = zero_agent(Clock())
-    result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
-    np.testing.assert_array_equal(result.length, np.minimum(np.arange(1, 10), 4))
-    assert np.all(result.ended)
-
-
-def test_an_evaluation_uses_the_statistics():
-    env = Staggered(Clock(), num_envs=5)
-    agent, params = zero_agent(Clock())
-    params["policy_head"]["kernel"] = jnp.array([[-1.0, 1.0], [0.0, 0.0]])  # 1 where it is positive
-
-    @jax.jit
-    def score(mean):
-        moments = stats.Moments(jnp.array(1.0), jnp.stack([mean, 0.0]), jnp.ones(2), jnp.array(0.0))
-        return evaluate(env, agent, params, moments, jax.random.key(0)).score
-
-    lengths = np.arange(1, 6)
-    np.testing.assert_allclose(score(5.0), clock_score(lengths, 1), rtol=1e-5)
-    np.testing.assert_allclose(score(25.0), clock_score(lengths, 0), rtol=1e-5)
-
-
-def test_an_evaluation_may_sample():
-    env = Staggered(Clock(), num_envs=9)
-    agent, params = zero_agent(Clock())
-
-    @jax.jit
-    def scores(key):
-        return evaluate(env, agent, params, None, key, sampled=True).score
-
-    lengths = np.arange(1, 10)
-    actions = scores(jax.random.key(0)) - clock_score(lengths, 0)
-    assert 0.25 < actions.sum() / lengths.sum() < 0.75  # all logits are equal
-    np.testing.assert_array_equal(scores(jax.random.key(0)), scores(jax.random.key(0)))
-    assert np.any(scores(jax.random.key(0)) != scores(jax.random.key(1)))
-
-
-def test_an_evaluation_gives_up_an_episode_without_end(monkeypatch):
-    monkeypatch.setattr(evaluate_module, "MAX_STEPS", 6)
-    env = Staggered(Clock(), num_envs=9)
-    agent, params = zero_agent(Clock())
-    result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
-    np.testing.assert_array_equal(result.ended, np.arange(1, 10) <= 6)
-    np.testing.assert_array_equal(result.length, np.minimum(np.arange(1, 10), 6))

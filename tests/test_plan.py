@@ -1,0 +1,93 @@
+"""Which runs lie where, and what memory they take."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from probes import TimeLimit
+
+from purejaxppo import envs
+from purejaxppo.config import Config, Hyper
+from purejaxppo.plan import Footprint, Plan, fit, make_footprint, make_plan, suits_one_thread
+from purejaxppo.train import Trainer, make_setup, stack_hypers
+
+
+def test_a_plan_is_filled_up_to_whole_blocks_on_every_device():
+    assert Plan(num_runs=1, num_devices=1, block=1).padded == 1
+    assert Plan(num_runs=7, num_devices=1, block=4).padded == 8
+    assert Plan(num_runs=7, num_devices=2, block=2).padded == 8
+    assert Plan(num_runs=8, num_devices=2, block=2).padded == 8
+    assert Plan(num_runs=9, num_devices=2, block=4).padded == 16
+
+
+def test_a_plan_uses_the_devices_there_are_and_no_more():
+    devices = len(jax.devices())
+    setup = make_setup(Config(num_envs=4, num_steps=8), TimeLimit())
+    assert make_plan(setup, 1) == Plan(1, 1, 1)
+    assert make_plan(setup, 1000, block=3) == Plan(1000, devices, 3)
+    plan = make_plan(setup, 10)
+    assert plan.num_devices == min(devices, 10)
+    assert plan.padded - 10 < plan.num_devices * plan.block
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "backend", "block"),
+    [(1, "cpu", 8), (4, "cpu", 8), (8, "cpu", 4), (16, "cpu", 2), (64, "cpu", 1), (64, "gpu", 64)],
+)
+def test_a_block_is_what_fits_the_cache_of_a_core(monkeypatch, num_envs, backend, block):
+    """Minibatches of 32 steps of each environment, of two networks of 2 x 64 units."""
+    setup = make_setup(Config(num_envs=num_envs, num_steps=128, num_minibatches=4))
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=backend)])
+    assert make_plan(setup, 64).block == block
+
+
+@pytest.mark.parametrize(
+    ("options", "suits"),
+    [
+        ({}, True),
+        ({"num_envs": 64, "num_minibatches": 16}, True),  # minibatches of 512
+        ({"num_envs": 64}, False),  # of 2,048
+        ({"torso_layers": (256, 256)}, False),
+        ({"torso_layers": (), "value_layers": (256,) * 5}, False),
+        ({"num_envs": 1024, "num_steps": 2}, False),
+        ({"env": "hopper"}, True),
+        ({"env": "Breakout-MinAtar"}, False),
+        ({"env": "octax/brix"}, False),
+        ({"env": "envpool/Pong-v5"}, False),
+        ({"env": "my_module:MyEnv"}, False),
+    ],
+)
+def test_small_trainings_without_images_suit_one_thread(options, suits):
+    assert suits_one_thread(Config(**options)) is suits
+
+
+def test_registered_environments_may_have_images():
+    envs.register("mine", TimeLimit)
+    assert not suits_one_thread(Config(env="mine"))
+
+
+def test_a_footprint_lies_above_what_is_compiled_and_not_far():
+    config = Config(num_envs=64, num_steps=128)
+    plan = Plan(num_runs=4, num_devices=1, block=2)
+    trainer = Trainer(make_setup(config), plan)
+    hypers = trainer.shard(stack_hypers([Hyper()] * 4))
+    shapes = jax.eval_shape(trainer.init, trainer.shard(np.zeros(4, np.uint32)), hypers, ())
+    estimate = make_footprint(trainer.setup, plan, shapes).total(plan)
+    shared = (np.int32(1), np.float32(1))
+    memory = trainer.chunk.lower(shapes, hypers, shared).compile().memory_analysis()
+    size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    size += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert 0.6 * estimate < size < estimate
+
+
+def test_blocks_are_as_large_as_memory_allows():
+    plan, footprint = Plan(num_runs=10, num_devices=2, block=5), Footprint(held=10, work=100)
+    assert footprint.total(plan) == 10 * 10 + 2 * 5 * 100
+    assert fit(plan, footprint, 1100) == plan
+    assert fit(plan, footprint, 1099).block == 4  # although that computes 16 runs
+    assert fit(plan, footprint, 12 * 10 + 2 * 2 * 100).block == 2
+    assert fit(plan, footprint, 10 * 10 + 2 * 100).block == 1
+    assert fit(plan, footprint, 299) is None
+    assert Footprint(10, 100).total(dataclasses.replace(plan, shards=3)) == 3 * 1100
