@@ -253,10 +253,8 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
                 f"what anneals was to end at iteration {facts['iterations']:,}: stretched, so not as "
                 "if trained at once"
             )
-        before, devices = (
-            facts.get("devices", training.program.plan.devices),
-            training.program.plan.devices,
-        )
+        devices = training.program.plan.one_or_several
+        before = facts.get("devices", devices)
         if before != devices:
             caveats.append(
                 f"on {devices} of its devices instead of {before} XLA may round differently"

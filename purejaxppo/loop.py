@@ -237,7 +237,7 @@ class Training:
             },
             "block": self.program.plan.block,
             "shards": self.program.plan.shards,
-            "devices": self.program.plan.devices,
+            "devices": self.program.plan.one_or_several,
             "iterations": self.config.iterations,
         }
 

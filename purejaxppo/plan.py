@@ -46,8 +46,8 @@ class Plan:
         return -(-self.num_runs // unit) * unit
 
     @property
-    def devices(self) -> str:
-        """One or several: programs for one are rewritten in another way, and may round differently."""
+    def one_or_several(self) -> str:
+        """Devices: programs for one are rewritten in another way, and may round differently."""
         return "one" if self.num_devices == 1 else "several"
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -224,8 +225,12 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
     diverged = [0] if place in found.facts["diverged"] else []
     with contextlib.ExitStack() as held:
         own = create(Settings(options, run.setting.config, run.setting.hyper), held, "--output")
-        for name, kept in found.facts["tables"].items():
-            keep_rows(directory.path / name, {number: kept}, own.path / name)
+        try:
+            for name, kept in found.facts["tables"].items():
+                keep_rows(directory.path / name, {number: kept}, own.path / name)
+        except ConfigError:
+            shutil.rmtree(own.path)
+            raise
         facts = {**found.facts, "options": options_of(own.settings), "diverged": diverged}
         held.enter_context(Writer(own.checkpoints(0), options.keep, {})).save(arrays, facts)
     return own

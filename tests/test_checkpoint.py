@@ -672,6 +672,7 @@ def test_extract_is_a_run_directory(swept, tmp_path, capsys):
     other = [str(whole), "--run", "3", "--output", str(tmp_path / "other")]
     assert cli.extract_command(other) == 2
     assert "evaluation.csv: has 0 rows of run 3 up to its checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_load_policy_is_the_policy_that_was_trained(swept):
