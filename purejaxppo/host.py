@@ -244,8 +244,8 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
         if facts is None:
             continue
         caveats += facts["caveats"]
-        config = training.config
-        if training.program.external:
+        config, program = training.config, training.program
+        if program.external:
             caveats.append("not bit for bit: environments outside of the program begin anew")
         anneals = config.anneal_learning_rate or config.anneal_clip_eps or config.anneal_ent_coef
         if facts["iterations"] != config.iterations and anneals:
@@ -253,15 +253,15 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
                 f"what anneals was to end at iteration {facts['iterations']:,}: stretched, so not as "
                 "if trained at once"
             )
-        devices = training.program.plan.one_or_several
+        devices = program.plan.one_or_several
         before = facts.get("devices", devices)
         if before != devices:
             caveats.append(
                 f"on {devices} of its devices instead of {before} XLA may round differently"
             )
         now = {
-            "block": training.program.plan.block,
-            "shards": training.program.plan.shards,
+            "block": program.plan.block,
+            "shards": program.plan.shards,
             "device": machine.device_name(),
         }
         changed = [
@@ -286,12 +286,12 @@ def _how_to_go_on(settings: Settings, directory: RunDirectory) -> str:
 def _header(
     directory: RunDirectory, trainings: list[Training], caveats: list[str]
 ) -> dict[str, str]:
-    run, first = directory.settings.run, trainings[0]
-    config, env = first.config, first.program.trainer.setup.env
+    run, program = directory.settings.run, trainings[0].program
+    config, env = program.config, program.trainer.setup.env
     steps = config.iterations * config.batch_size
     rounded = "" if steps == config.total_timesteps else f", up from {config.total_timesteps:,}"
     resets = "a new start state at every reset"
-    if first.program.external:
+    if program.external:
         resets = "the environments' own, one step late"
     elif config.reset_mode == "pool":
         size = min(config.pool_size, config.num_steps)
@@ -301,20 +301,20 @@ def _header(
         )
     num_runs = sum(len(training.runs) for training in trainings)
     last = f" ... {run.seed + run.num_seeds - 1}" if run.num_seeds > 1 else ""
-    seeds = f"seed {run.seed}{last}, in blocks of {first.program.plan.block}"
+    seeds = f"seed {run.seed}{last}, in blocks of {program.plan.block}"
     header = {
         "environment": f"{config.env}: {env.observation_space} -> {env.action_space}",
         "resets": resets,
-        "parameters": f"{first.program.num_params:,}",
+        "parameters": f"{program.num_params:,}",
         "steps": f"{steps:,} in {config.iterations:,} iterations of {config.num_envs} environments"
         f" x {config.num_steps} steps{rounded}",
         "runs": f"{num_runs}, {seeds}",
-        "device": f"{first.program.plan.num_devices * first.program.plan.shards} x {machine.device_name()}"
-        + ", which share the environments of a run" * (first.program.plan.shards > 1),
-        "memory": f"{machine.gib(first.program.expected_bytes)} planned beside the program itself",
+        "device": f"{program.plan.num_devices * program.plan.shards} x {machine.device_name()}"
+        + ", which share the environments of a run" * (program.plan.shards > 1),
+        "memory": f"{machine.gib(program.expected_bytes)} planned beside the program itself",
         "directory": str(directory.path),
     }
-    if first.program.external:
+    if program.external:
         header["host"] = (
             "environments step in C++ threads, called by the compiled program; their state cannot be "
             "saved, so --resume begins new episodes"

@@ -41,16 +41,16 @@ def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
     if run.distributed:
         _join(run)
     _configure_cache(run)
-    if one_thread and "PJRT_NPROC" not in os.environ:
+    limited = one_thread and "PJRT_NPROC" not in os.environ
+    if limited:
         os.environ["PJRT_NPROC"] = "1"
-        _start()  # which reads it, once
+    start_devices()  # which reads it, once
+    if limited:
         del os.environ["PJRT_NPROC"]
-    else:
-        _start()
 
 
-def _start() -> None:
-    """JAX's devices."""
+def start_devices() -> None:
+    """Has JAX look for its devices; raises ConfigError where those asked for are not there."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter without a word

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from purejaxppo import envs
+from purejaxppo import envs, machine
 from purejaxppo.agent import Agent
 from purejaxppo.checkpoint import finite
 from purejaxppo.config import Config
@@ -144,6 +144,7 @@ def _load(
     directory: RunDirectory, program: int, places: Iterable[int], best: bool
 ) -> Iterator[Policy | None]:
     """The policies of runs by their places in a program; None of one that diverged."""
+    machine.start_devices()
     runs = directory.programs[program]
     found, config = directory.latest(program), runs[0].setting.config
     env = envs.make(config.env, config.env_options)

@@ -758,6 +758,20 @@ def test_what_has_no_policy_is_left_out(tmp_path, monkeypatch, capsys):
     assert "1 runs diverged or have not begun" in shown
 
 
+def test_devices_that_are_not_there_are_one_line(swept, monkeypatch, capsys):
+    """JAX_PLATFORMS=cuda without its packages fails an assertion of JAX's."""
+
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert cli.evaluate_command([str(swept)]) == 2
+    assert capsys.readouterr().err.startswith(
+        "purejaxppo: error: JAX_PLATFORMS=cuda: JAX has no such"
+    )
+
+
 def test_extract_the_best(swept, tmp_path, capsys):
     best = purejaxppo.load_policy(swept, best=True).run
     assert cli.extract_command([str(swept), "--best", "--output", str(tmp_path / "own")]) == 0
