@@ -213,15 +213,16 @@ def page(results: dict[str, Any]) -> str:
         f"{who}: {', '.join(f'{n} {v}' for n, v in found.items())}"
         for who, found in versions.items()
     )
-    dates = sorted({r["date"] for r in results.values()})
+    measured = [f"- {name}: {r['device']}, {r['date']}" for name, r in results.items()]
     return "\n".join([
         "# Beside other trainers",
         "",
         "Made by `python -m benchmarks.compare`: two networks of 2 x 64 tanh units, rollouts of 128 "
         "steps, 4 epochs of 4 minibatches, float32; the trainers in turn, compilation left out. "
         "Medians and ranges; the ratio is the median over pairs. Ours writes its metrics meanwhile, "
-        "and its checkpoint at the end, which is not counted: by default there is one a minute. "
-        f"{machine.device_name()}, {platform.machine()}, {', '.join(dates)}.",
+        "and its checkpoint at the end, which is not counted: by default there is one a minute.",
+        "",
+        *measured,
         "",
         f"{shown}.",
         "",
@@ -251,6 +252,7 @@ def main() -> None:
     results = load("compare", {})
     about = {
         "date": datetime.date.today().isoformat(),
+        "device": f"{machine.device_name()}, {platform.machine()}",
         "versions": {"ours": machine.versions()}
         | {
             peer: peers.versions(given.directory, peer)
