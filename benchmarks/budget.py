@@ -13,15 +13,13 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from purejaxppo.config import load_settings
+from purejaxppo.effort import each_equation
 from purejaxppo.plan import Plan
 from purejaxppo.train import Trainer, make_setup, stack_hypers
 
@@ -42,7 +40,7 @@ def count(env: str) -> dict[str, int]:
     start = (trainer.shard(np.zeros(1, np.uint32)), hypers, ())
     states = trainer.sharded_like(jax.eval_shape(trainer.init, *start))
     traced = trainer.chunk.trace(states, hypers, (np.int32(1), np.float32(1)))
-    equations = Counter(e.primitive.name for e in each_equation(traced.jaxpr.jaxpr))
+    equations = Counter(e.primitive.name for e, _ in each_equation(traced.jaxpr.jaxpr))
     text = traced.lower().compile().as_text()
     # name = shape opcode(...), where the shape may be a tuple.
     opcodes = re.findall(r"^\s+(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE)
@@ -55,20 +53,6 @@ def count(env: str) -> dict[str, int]:
         "sorts": instructions["sort"],
         "loops": instructions["while"],
     }
-
-
-def each_equation(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """Of a program and all within it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr),
-        ):
-            if isinstance(inner, core.ClosedJaxpr):
-                inner = inner.jaxpr
-            if isinstance(inner, core.Jaxpr):
-                yield from each_equation(inner)
 
 
 def grown(now: dict[str, int], before: dict[str, int]) -> list[str]:

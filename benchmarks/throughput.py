@@ -30,8 +30,9 @@ from purejaxppo import machine, ppo
 from purejaxppo.config import load_settings
 from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import num_outputs
+from purejaxppo.effort import cpu_options
 from purejaxppo.plan import MAX_CHUNK, Plan
-from purejaxppo.train import Trainer, as_arrays, cpu_options, make_setup, stack_hypers
+from purejaxppo.train import Trainer, as_arrays, make_setup, stack_hypers
 
 
 def measure(env: str, num_envs: int | None, num_steps: int | None, repeats: int) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def parts(setup: ppo.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
     remaining = jnp.ones(())
     options = {}
     if jax.default_backend() == "cpu":
-        options["compiler_options"] = cpu_options(setup, 1)
+        options["compiler_options"] = cpu_options(setup)
 
     def compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
         return jax.jit(function, **options).lower(*arguments).compile()

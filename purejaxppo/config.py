@@ -198,6 +198,9 @@ class RunOptions:
     """Random samples of what is swept over a range."""
     deterministic: bool = False
     """Ask XLA for deterministic operations on a GPU, where this has never been run; CPUs need none."""
+    compile_effort: Literal["auto", "quick", "full"] = "auto"
+    """On a CPU: full for programs that run fast; quick for slower ones, in a fraction of the time; auto,
+    as the latter where a training is so short that it ends sooner."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
 

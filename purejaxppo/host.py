@@ -245,6 +245,8 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             continue
         caveats += facts["caveats"]
         config, program = training.config, training.program
+        if training.iteration == config.iterations:
+            continue  # nothing is computed any more
         if program.external:
             caveats.append("not bit for bit: environments outside of the program begin anew")
         anneals = config.anneal_learning_rate or config.anneal_clip_eps or config.anneal_ent_coef
@@ -263,11 +265,11 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             "block": program.plan.block,
             "shards": program.plan.shards,
             "device": machine.device_name(),
+            "effort": program.effort,
         }
+        then = {"effort": "full"} | facts  # which older versions always compiled with
         changed = [
-            f"{name} {facts[name]} -> {value}"
-            for name, value in now.items()
-            if facts[name] != value
+            f"{name} {then[name]} -> {value}" for name, value in now.items() if then[name] != value
         ]
         caveats += [f"not bit for bit: {change}" for change in changed + _changed_versions(facts)]
     return list(dict.fromkeys(caveats))

@@ -143,7 +143,8 @@ class Training:
 
     def _compile(self) -> None:
         started, program = time.monotonic(), self.program
-        compiled = program.compile(begins=self._restored is None or program.external)
+        evaluations = math.ceil(self.config.iterations / self._every)
+        compiled = program.compile(self._restored is None or program.external, evaluations)
         self._chunk, self._evaluate = compiled.chunk, compiled.evaluate
         begun = None
         if compiled.init is not None:
@@ -158,7 +159,8 @@ class Training:
         self.compile_seconds = time.monotonic() - started
         gc.freeze()
         gc.enable()
-        self.display.say(f"compiled in {self.compile_seconds:.1f} s, {memory}")
+        quick = ", quickly (--compile-effort full trains faster)" * (program.effort == "quick")
+        self.display.say(f"compiled in {self.compile_seconds:.1f} s{quick}, {memory}")
 
     def _train(self) -> None:
         total, every = self.config.iterations, self._every
@@ -238,6 +240,7 @@ class Training:
             "block": self.program.plan.block,
             "shards": self.program.plan.shards,
             "devices": self.program.plan.one_or_several,
+            "effort": self.program.effort,
             "iterations": self.config.iterations,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from purejaxppo import envs
 from purejaxppo.config import Config, RunOptions
+from purejaxppo.effort import cpu_options, suits_quick
+from purejaxppo.evaluate import MAX_STEPS
 from purejaxppo.machine import Memory, gib, resident_bytes
 from purejaxppo.plan import Plan, fit, make_footprint, make_plan, nbytes
 from purejaxppo.policy import acting
@@ -58,6 +61,8 @@ class Program:
         self.env = envs.make(self.config.env, self.config.env_options)
         self.external = envs.is_external(self.env)
         _check_hypers(self.config, self.env, runs)
+        if options.compile_effort == "quick" and jax.default_backend() != "cpu":
+            raise ConfigError("--compile-effort quick: only CPUs have programs of two kinds")
         if options.runs_per_block != "auto":
             block = options.runs_per_block
         if self.external:
@@ -111,6 +116,24 @@ class Program:
             )
         self._lay_out(plan)
 
+    @functools.cached_property
+    def _chunk(self) -> Any:
+        """The chunk's program as it is traced."""
+        shared = np.int32(1), np.float32(1)
+        return self.trainer.chunk.trace(self.shapes, self.hypers, shared)
+
+    @functools.cached_property
+    def effort(self) -> str:
+        """That the chunk is compiled with: quick, to a slower program that rounds differently, or full."""
+        return self._effort(self._chunk, self.config.iterations)
+
+    def _effort(self, traced: Any, times: int) -> str:
+        effort = self.options.compile_effort
+        if effort != "auto":
+            return effort
+        on_cpu = jax.default_backend() == "cpu"
+        return "quick" if on_cpu and suits_quick(traced.jaxpr.jaxpr, times) else "full"
+
     @property
     def _saved_bytes(self) -> int:
         """Of host memory for a checkpoint, where devices have none of their own."""
@@ -132,24 +155,28 @@ class Program:
         runs = f"{len(self.runs)} runs, {self.num_params:,} parameters"
         return f"{describe(static)}: {runs}" if static else runs
 
-    def compile(self, begins: bool) -> Compiled:
+    def compile(self, begins: bool, evaluations: int) -> Compiled:
         """Side by side.
 
         Args:
             begins: whether states are to be made, and not restored alone.
+            evaluations: of a whole training.
         """
-        trainer, shared = self.trainer, (np.int32(1), np.float32(1))
+        trainer = self.trainer
         with ThreadPoolExecutor() as threads:
 
-            def start(program: Any, *arguments: Any) -> Future[Any]:
+            def start(traced: Any, effort: str | None = None) -> Future[Any]:
+                options = cpu_options(trainer.setup, quick=True) if effort == "quick" else None
                 # XLA compiles without Python's lock, while the next program is traced.
-                return threads.submit(program.lower(*arguments).compile)
+                return threads.submit(traced.lower().compile, options)
 
-            chunk = start(trainer.chunk, self.shapes, self.hypers, shared)
-            init = start(trainer.init, *self.start) if begins else None
+            chunk = start(self._chunk, self.effort)
+            init = start(trainer.init.trace(*self.start)) if begins else None
             evaluate = None
             if self.options.eval_episodes:
-                evaluate = start(trainer.evaluate, self.shapes, self.hypers, ())
+                traced = trainer.evaluate.trace(self.shapes, self.hypers, ())
+                steps = evaluations * (self.eval_env.max_episode_steps or MAX_STEPS)
+                evaluate = start(traced, self._effort(traced, steps))
         return Compiled(*(each and each.result() for each in (chunk, init, evaluate)))
 
     def memory(self, compiled: Compiled) -> str:
@@ -167,7 +194,7 @@ class Program:
 
     def release(self) -> None:
         """Lets go of what is compiled: a sweep's next program needs the room."""
-        del self.trainer
+        del self.trainer, self._chunk
 
 
 def _share(config: Config, shards: int) -> Config:

@@ -13,10 +13,11 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from purejaxppo import envs, machine, ppo
+from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
+from purejaxppo.effort import cpu_options
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.plan import MAX_CHUNK, Plan
@@ -123,7 +124,7 @@ class Trainer:
         self._mesh = Mesh(devices.reshape(plan.num_devices, plan.shards), ("runs", AXIS))
         self._by_run = PartitionSpec("runs")
         self._by_shard = PartitionSpec("runs", AXIS) if plan.shards > 1 else self._by_run
-        self.init = self._map(functools.partial(_init, setup), self._by_run, effort=0)
+        self.init = self._map(functools.partial(_init, setup), self._by_run, quick=True)
         chunk = functools.partial(_chunk, setup)
         self.chunk = self._map(chunk, self._by_shard, donate_argnums=0)
         self.evaluate = self._map(
@@ -187,12 +188,12 @@ class Trainer:
         self,
         function: Callable[..., PyTree],
         state_spec: PartitionSpec,
-        effort: int = 1,
+        quick: bool = False,
         **jit_options: Any,
     ) -> Any:
         """Jitted: function(state, hyper, shared) of each run, in blocks on every device."""
         if jax.default_backend() == "cpu":
-            jit_options["compiler_options"] = cpu_options(self.setup, effort)
+            jit_options["compiler_options"] = cpu_options(self.setup, quick)
 
         def blocks(states: PyTree, hypers: Hyper, shared: PyTree) -> PyTree:
             if AXIS in state_spec:
@@ -214,22 +215,6 @@ class Trainer:
             check_vma=False,
         )
         return jax.jit(sharded, **jit_options)
-
-
-def cpu_options(setup: ppo.Setup, effort: int) -> dict[str, Any]:
-    """How XLA compiles for CPUs.
-
-    Level 1 of its effort compiles a third faster than its default and runs as fast. For what runs once,
-    level 0 and the older emitters of kernels compile in a third of that. A program with EnvPool has
-    all cores for its one device, and YNNPACK takes only one for each of Winograd's small products: it
-    is left the reductions alone.
-    """
-    options: dict[str, Any] = {"xla_backend_optimization_level": effort}
-    if jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
-        options["xla_cpu_use_fusion_emitters"] = effort > 0
-    if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
-        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
-    return options
 
 
 def run_shapes(setup: ppo.Setup, hyper: Hyper) -> TrainState:

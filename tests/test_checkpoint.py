@@ -226,6 +226,20 @@ def test_what_is_not_bit_for_bit_is_said(tmp_path, capsys, arguments):
     assert "not bit for bit: " in capsys.readouterr().out
 
 
+def test_another_effort_is_said(tmp_path, capsys):
+    path = tmp_path / "run"
+    assert train(path, 2, "--eval-episodes", "0", "--eval-every", "none") == 0
+    assert "quickly" in capsys.readouterr().out
+    assert latest(path).facts["effort"] == "quick"
+    assert resume(path, f"--total-timesteps|{4 * PER_ITERATION}") == 0
+    assert "not bit for bit" not in capsys.readouterr().out
+    steps = f"--total-timesteps|{6 * PER_ITERATION}"
+    assert resume(path, steps, "--compile-effort|full") == 0
+    shown = capsys.readouterr().out
+    assert "not bit for bit: effort quick -> full" in " ".join(shown.split())
+    assert "quickly" not in shown
+
+
 def rows(path):
     with path.open() as file:
         return list(csv.DictReader(file))
@@ -384,7 +398,7 @@ def test_killed_twenty_times_and_yet_the_same(tmp_path):
         "--eval-episodes",
         "0",
     ]
-    options += ["--metrics-rows", "0"]
+    options += ["--metrics-rows", "0", "--compile-effort", "full"]  # however many steps are left
     rng, inside, reached = random.Random(0), 0, 0
     saved = path / "checkpoints" / "0"
     process = start(path, *options)
@@ -641,6 +655,8 @@ def swept(tmp_path_factory):
     """Two settings of two seeds, after eight iterations."""
     path = tmp_path_factory.mktemp("checkpoint") / "sweep"
     sweep = ["--sweep", "learning_rate=1e-3,1e-2", "--num-seeds", "2", "--runs-per-block", "4"]
+    # What is compiled quickly rounds differently on one device and on several.
+    sweep += ["--compile-effort", "full"]
     assert train(path, 8, *sweep, "--normalize-observations") == 0
     return path
 

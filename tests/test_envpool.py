@@ -14,10 +14,11 @@ from probes import Probe
 from purejaxppo import cli, envs, machine, ppo, stats
 from purejaxppo.config import Config, Hyper, load_settings
 from purejaxppo.convolutions import CNN_LAYERS
+from purejaxppo.effort import cpu_options
 from purejaxppo.policy import load_policy
 from purejaxppo.policy import play as play_policy
 from purejaxppo.spaces import Box, Discrete
-from purejaxppo.train import as_arrays, cpu_options, make_setup, make_train
+from purejaxppo.train import as_arrays, make_setup, make_train
 from purejaxppo.types import Episode, TimeStep
 from purejaxppo.values import ConfigError
 
@@ -261,7 +262,7 @@ def test_atari_trains_on_pixels(tmp_path):
 def test_products_of_convolutions_are_split_over_cores(monkeypatch, env, cores, all_cores):
     monkeypatch.setattr(machine, "num_cores", lambda: cores)
     setup = make_setup(load_settings(f"envpool/{env}").config)
-    options = cpu_options(setup, effort=1)
+    options = cpu_options(setup)
     assert options["xla_backend_optimization_level"] == 1
     assert ("xla_cpu_experimental_ynn_fusion_type" in options) == all_cores
     compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile(options)

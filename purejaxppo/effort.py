@@ -1,0 +1,63 @@
+"""How hard XLA tries: a program that hardly runs need not be compiled for speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from purejaxppo import machine, ppo
+
+# Numbers an equation computes, all its repetitions together, from which it is worth optimising. A CPU
+# loses 0.2 to 1.1 ns a number (CartPole, Pendulum, MinAtar, Brax, Octax) and gains 1.5 to 3.6 ms an equation.
+_WORTH_OPTIMIZING = 500_000
+
+
+def suits_quick(jaxpr: core.Jaxpr, times: int) -> bool:
+    """Whether a program that is called so many times takes longer to optimise than that gains.
+
+    What a loop repeats for as long as a condition holds is counted once: `times` may have that in it.
+    Products are left out: libraries compute them however a program is compiled.
+    """
+    equations = numbers = 0
+    for equation, repeated in each_equation(jaxpr):
+        equations += 1
+        if equation.primitive.name != "dot_general":
+            numbers += repeated * sum(
+                math.prod(getattr(x.aval, "shape", ())) for x in equation.outvars
+            )
+    return times * numbers < _WORTH_OPTIMIZING * equations
+
+
+def each_equation(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Of a program and all within it, with how often it is computed where scans repeat it."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        repeated = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr),
+        ):
+            if isinstance(inner, core.ClosedJaxpr):
+                inner = inner.jaxpr
+            if isinstance(inner, core.Jaxpr):
+                yield from each_equation(inner, times * repeated)
+
+
+def cpu_options(setup: ppo.Setup, quick: bool = False) -> dict[str, Any]:
+    """How XLA compiles for CPUs.
+
+    Level 1 of its effort compiles a third faster than its default and runs as fast. Quick is level 0
+    with the older emitters of kernels: a fifth to a third of the time to compile, programs that take
+    two to fifteen times as long. A program with EnvPool has all cores for its one device, and YNNPACK
+    takes only one for each of Winograd's small products: it is left the reductions alone.
+    """
+    options: dict[str, Any] = {"xla_backend_optimization_level": int(not quick)}
+    if jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
+        options["xla_cpu_use_fusion_emitters"] = not quick
+    if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
+        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
+    return options

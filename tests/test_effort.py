@@ -1,0 +1,62 @@
+"""Which programs are compiled quickly, and that they compute the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from purejaxppo import checkpoint, cli
+from purejaxppo.effort import each_equation, suits_quick
+
+
+def traced(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(function).trace(*arguments).jaxpr.jaxpr
+
+
+def numbers(jaxpr):
+    """How often each kind of equation is computed."""
+    return {e.primitive.name: times for e, times in each_equation(jaxpr)}
+
+
+def test_what_scans_repeat_is_counted_as_often():
+    def inner(x, _):
+        return jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y), x), jnp.cos(x)
+
+    found = numbers(traced(lambda x: jax.lax.scan(inner, x, length=5), (7,)))
+    assert found["sin"] == 15
+    assert found["cos"] == 5
+
+
+def test_small_programs_are_quick_until_they_are_called_often():
+    jaxpr = traced(lambda x: jnp.sin(x) + 1, (1000,))  # two equations, 2,000 numbers
+    assert suits_quick(jaxpr, times=499)
+    assert not suits_quick(jaxpr, times=500)
+
+
+def test_products_do_not_count():
+    jaxpr = traced(lambda x: x @ x, (4000, 4000))
+    assert [e.primitive.name for e, _ in each_equation(jaxpr)] == ["dot_general"]
+    assert suits_quick(jaxpr, times=1000)
+
+
+def test_quick_and_full_differ_by_rounding_alone(tmp_path, capsys):
+    """After two iterations, and so that the option and not the length decides."""
+    arguments = ["--env", "CartPole-v1", "--num-envs", "4", "--num-steps", "32", "--seed", "3"]
+    arguments += ["--total-timesteps", "256", "--eval-episodes", "0"]
+    found = {}
+    for effort in ("auto", "quick", "full"):
+        path = tmp_path / effort
+        assert (
+            cli.train_command([*arguments, "--compile-effort", effort, "--run-dir", str(path)]) == 0
+        )
+        assert ("quickly" in capsys.readouterr().out) == (effort != "full")
+        found[effort] = checkpoint.load(path / "checkpoints" / "0").named("state.params")
+    for name, full in found["full"].items():
+        np.testing.assert_array_equal(found["auto"][name], found["quick"][name])
+        np.testing.assert_allclose(found["quick"][name], full, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_only_cpus_are_quick(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert cli.train_command(["--env", "CartPole-v1", "--compile-effort", "quick"]) == 2
+    assert "--compile-effort quick: only CPUs" in capsys.readouterr().err
