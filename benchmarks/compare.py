@@ -112,7 +112,8 @@ def our_speed(work: Work) -> float:
     """Steps per second of all runs, without compilation and the checkpoint at the end."""
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name) / "run"
-        seconds_of(our_command(work, work.iterations(work.steps), run_dir), work.cores)
+        command = our_command(work, work.iterations(work.steps), run_dir)
+        seconds_of([*command, "--compile-effort", "full"], work.cores)
         return json.loads((run_dir / "summary.json").read_text())["steps_per_second"]
 
 

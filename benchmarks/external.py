@@ -74,7 +74,7 @@ TASKS = [
 def ours(task: Task, seed: int, steps: int) -> Measured:
     """A training by the command line with the shipped settings."""
     options = ("--env", f"envpool/{task.name}", "--total-timesteps", steps, "--seed", seed)
-    with trained(*options, "--eval-every", 0) as (_, summary):
+    with trained(*options, "--eval-every", 0, "--compile-effort", "full") as (_, summary):
         (score,) = summary["evaluation"]["return_per_run"]
         return Measured(summary["steps_per_second"], score)
 

@@ -43,7 +43,8 @@ def train(work: Work, iterations: int, devices: int | None = None) -> dict[str, 
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name) / "run"
-        command = [*our_command(work, iterations, run_dir), "--metrics-rows", "10"]
+        options = ["--metrics-rows", "10", "--compile-effort", "full"]
+        command = [*our_command(work, iterations, run_dir), *options]
         peak, _ = watched(command, environment)
         speed = json.loads((run_dir / "summary.json").read_text())["steps_per_second"]
     steps = work.num_runs * work.num_envs * NUM_STEPS * iterations
