@@ -37,9 +37,12 @@ class BraxEnvironment:
 
     def __init__(self, env: Any, episode_length: int = 1000, action_repeat: int = 1) -> None:
         self._env, self._action_repeat = env, action_repeat
+        # Physics takes a second to trace, and is part of several programs; inlined it is as if it had
+        # been traced for each.
+        self._reset, self._step = (jax.jit(f, inline=True) for f in (env.reset, env.step))
         # Its own `observation_size` runs a reset, which takes many seconds.
         with quietly():
-            self._obs = jax.eval_shape(env.reset, jax.random.key(0)).obs
+            self._obs = jax.eval_shape(self._reset, jax.random.key(0)).obs
         if not hasattr(self._obs, "shape"):
             raise ConfigError(f"observations {self._obs} are not one array, which is not supported")
         self.observation_space = Box(-math.inf, math.inf, self._obs.shape)
@@ -49,7 +52,7 @@ class BraxEnvironment:
     def reset(self, key: Array) -> tuple[PyTree, Array]:
         """(state, obs) of a new episode; consumes key."""
         with quietly():
-            state = self._env.reset(key)
+            state = self._reset(key)
         return _bare(state), state.obs
 
     def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
@@ -60,7 +63,7 @@ class BraxEnvironment:
 
         def once(before: Any, _: None) -> tuple[Any, None]:
             with quietly():
-                after = self._env.step(before.replace(metrics={}), action)
+                after = self._step(before.replace(metrics={}), action)
             done = jnp.asarray(after.done, jnp.float32)
             after = after.replace(metrics={}, reward=before.reward + after.reward, done=done)
             after, ended = strong_types(after), before.done > 0
