@@ -56,8 +56,10 @@ def cpu_options(setup: ppo.Setup, quick: bool = False) -> dict[str, Any]:
     takes only one for each of Winograd's small products: it is left the reductions alone.
     """
     options: dict[str, Any] = {"xla_backend_optimization_level": int(not quick)}
-    if jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
-        options["xla_cpu_use_fusion_emitters"] = not quick
+    if quick and jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
+        options["xla_cpu_use_fusion_emitters"] = False
+        # Code in several parts rounds differently in programs for one device and for several.
+        options["xla_cpu_parallel_codegen_split_count"] = 1
     if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
     return options

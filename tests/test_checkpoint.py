@@ -655,8 +655,6 @@ def swept(tmp_path_factory):
     """Two settings of two seeds, after eight iterations."""
     path = tmp_path_factory.mktemp("checkpoint") / "sweep"
     sweep = ["--sweep", "learning_rate=1e-3,1e-2", "--num-seeds", "2", "--runs-per-block", "4"]
-    # What is compiled quickly rounds differently on one device and on several.
-    sweep += ["--compile-effort", "full"]
     assert train(path, 8, *sweep, "--normalize-observations") == 0
     return path
 
