@@ -51,8 +51,12 @@ class Training:
     ) -> None:
         self.options, self.runs, self.display = options, runs, display
         self.config = runs[0].setting.config
-        block = None if checkpoint is None else checkpoint.facts["block"]
-        self.program = Program(options, runs, memory, block)
+        block = effort = None
+        if checkpoint is not None:
+            block = checkpoint.facts["block"]
+            if checkpoint.facts["iterations"] == self.config.iterations:
+                effort = checkpoint.facts.get("effort", "full")  # as older versions always compiled
+        self.program = Program(options, runs, memory, block, effort)
         if options.video_every:
             from purejaxppo.render import find_sketch  # takes its time to import
 

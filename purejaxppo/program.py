@@ -37,6 +37,7 @@ class Program:
     Args:
         memory: for the arrays of all of them.
         block: of so many runs, as before, where the options leave it open.
+        effort: that its chunk was compiled with before, likewise.
 
     Attributes:
         env: one environment, as `envs.make` gives it.
@@ -54,9 +55,14 @@ class Program:
     """
 
     def __init__(
-        self, options: RunOptions, runs: list[Run], memory: Memory, block: int | None = None
+        self,
+        options: RunOptions,
+        runs: list[Run],
+        memory: Memory,
+        block: int | None = None,
+        effort: str | None = None,
     ) -> None:
-        self.options, self.runs = options, runs
+        self.options, self.runs, self._effort_before = options, runs, effort
         self.config = runs[0].setting.config
         self.env = envs.make(self.config.env, self.config.env_options)
         self.external = envs.is_external(self.env)
@@ -125,6 +131,8 @@ class Program:
     @functools.cached_property
     def effort(self) -> str:
         """That the chunk is compiled with: quick, to a slower program that rounds differently, or full."""
+        if self._effort_before and self.options.compile_effort == "auto":
+            return self._effort_before if jax.default_backend() == "cpu" else "full"
         return self._effort(self._chunk, self.config.iterations)
 
     def _effort(self, traced: Any, times: int) -> str:

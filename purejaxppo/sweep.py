@@ -259,11 +259,12 @@ class Outcome:
 def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray:
     """Interquartile mean (Agarwal et al., 2021): of what is left without a quarter at either end.
 
-    As in rliable, the quarters are rounded down, so up to three runs are all counted.
+    As in rliable, the quarters are rounded down, so up to three runs are all counted. NaN where any is.
     """
     ordered = np.sort(np.moveaxis(np.asarray(values), axis, -1), axis=-1)
     size = ordered.shape[-1]
-    return ordered[..., size // 4 : size - size // 4].mean(-1)
+    middle = ordered[..., size // 4 : size - size // 4].mean(-1)
+    return np.where(np.isnan(ordered[..., -1]), np.nan, middle)  # which sorting puts last
 
 
 def bootstrap_interval(

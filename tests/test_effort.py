@@ -3,9 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from purejaxppo import checkpoint, cli
+from purejaxppo.config import Config, Hyper, RunOptions
 from purejaxppo.effort import each_equation, suits_quick
+from purejaxppo.machine import Memory
+from purejaxppo.program import Program
+from purejaxppo.sweep import Setting, make_runs
 
 
 def traced(function, *shapes):
@@ -54,6 +59,15 @@ def test_quick_and_full_differ_by_rounding_alone(tmp_path, capsys):
     for name, full in found["full"].items():
         np.testing.assert_array_equal(found["auto"][name], found["quick"][name])
         np.testing.assert_allclose(found["quick"][name], full, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(("before", "effort"), [(None, "quick"), ("full", "full")])
+def test_what_goes_on_keeps_its_effort(before, effort):
+    """Also where a run of a sweep is extracted, whose program alone would be quick."""
+    config = Config(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=32)
+    runs = make_runs([Setting({}, config, Hyper())], RunOptions())
+    program = Program(RunOptions(), runs, Memory(2**30, per_device=False), effort=before)
+    assert program.effort == effort
 
 
 def test_only_cpus_are_quick(monkeypatch, capsys):

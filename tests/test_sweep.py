@@ -136,6 +136,11 @@ def test_iqm_is_rliables(size):
     np.testing.assert_allclose(iqm(values.T, axis=0), iqm(values))
 
 
+def test_a_run_without_a_return_is_not_the_best_one():
+    assert np.isnan(iqm(np.array([1.0, 2.0, 3.0, np.nan])))
+    np.testing.assert_array_equal(iqm(np.array([[1.0, 3.0], [1.0, np.nan]])), [2.0, np.nan])
+
+
 def test_one_failed_run_of_four_does_not_decide_the_iqm():
     assert iqm(np.array([1.0, 2.0, 3.0, -np.inf])) == 1.5
     assert iqm(np.array([1.0, 2.0, -np.inf, -np.inf])) == -np.inf
