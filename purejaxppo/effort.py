@@ -12,7 +12,8 @@ from jax.extend import core
 from purejaxppo import machine, ppo
 
 # Numbers an equation computes, all its repetitions together, from which it is worth optimising. A CPU
-# loses 0.2 to 1.1 ns a number (CartPole, Pendulum, MinAtar, Brax, Octax) and gains 1.5 to 3.6 ms an equation.
+# loses 0.2 to 1.1 ns a number (CartPole, Pendulum, MinAtar, Brax, Octax) and gains 1.5 to 3.6 ms an equation;
+# with JAX 0.11, whose only emitters are the newer ones, it gains less.
 _WORTH_OPTIMIZING = 500_000
 
 
