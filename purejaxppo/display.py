@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,11 +26,36 @@ _LINE_EVERY = 10.0
 _SHOWN = 10  # rows of a table; the rest is in the run directory
 
 
+class _Output:
+    """Standard output for as long as somebody takes it: a training goes on without its terminal or pipe."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        self._while_taken(self._file.write, text)
+
+    def flush(self) -> None:
+        self._while_taken(self._file.flush)
+
+    def _while_taken(self, action: Callable[..., Any], *arguments: str) -> None:
+        try:
+            action(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # but a full disk, which is an error
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+
+
 class Display:
     """Live where the output is a terminal, a few plain lines where it is not."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._console = Console(highlight=False, emoji=False, soft_wrap=True, quiet=quiet)
+        out: Any = _Output()
+        self._console = Console(file=out, highlight=False, emoji=False, soft_wrap=True, quiet=quiet)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),

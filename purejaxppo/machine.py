@@ -101,8 +101,16 @@ def agree(*values: float) -> list[float]:
     return [float(value) for value in gathered.max(axis=0)]
 
 
+# Of which Windows has no SIGHUP: the terminal is closed.
+_STOPPING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+
+
 class Interrupt:
-    """The first Ctrl-C or SIGTERM lets the chunk in progress end; a second one stops at once.
+    """The first Ctrl-C, SIGTERM or SIGHUP lets the chunk in progress end; a second one stops at once.
+
+    What is ignored from the start, as SIGHUP under `nohup`, stays so.
 
     Attributes:
         signal: that stopped the training, 0 while nothing has.
@@ -119,7 +127,11 @@ class Interrupt:
         return bool(requested)
 
     def __enter__(self) -> Interrupt:
-        self._before = {n: signal.signal(n, self._stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {
+            number: signal.signal(number, self._stop)
+            for number in _STOPPING
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -270,18 +270,18 @@ def test_the_best_is_what_was_evaluated(tmp_path):
 # --- what goes wrong ---
 
 
-def start(run_dir, *arguments, steps="1e9"):
+def start(run_dir, *arguments, steps="1e9", **popen_options):
     """A long training in a process of its own."""
     command = [sys.executable, "-m", "purejaxppo.run", *SMALL.split(), "--total-timesteps", steps]
-    return popen([*command, "--run-dir", str(run_dir), *arguments])
+    return popen([*command, "--run-dir", str(run_dir), *arguments], **popen_options)
 
 
 def start_resumed(run_dir, *arguments):
     return popen([sys.executable, "-m", "purejaxppo.run", "--resume", str(run_dir), *arguments])
 
 
-def popen(command):
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def popen(command, stdout=subprocess.PIPE):
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(condition, process, seconds=120):
@@ -342,7 +342,7 @@ def test_names_that_mean_something_to_the_terminal(tmp_path, capsys):
         assert str(tmp_path / name) in capsys.readouterr().out.replace("\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, capsys):
     path, whole = tmp_path / "stopped here", tmp_path / "whole"
     options = [*STEADY.split()[:1], "--eval-every", "96000", "--eval-episodes", "2"]
@@ -368,6 +368,20 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, ca
     assert_same(path, whole)
     assert (path / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
     assert not json.loads((path / "summary.json").read_text())["interrupted"]
+
+
+@pytest.mark.parametrize("make", [os.pipe, os.openpty])
+def test_a_training_outlives_who_reads_what_it_says(tmp_path, make):
+    """As before `| head -1`, or on a terminal that is gone."""
+    ours, theirs = make()
+    process = start(tmp_path / "run", steps="1e5", stdout=theirs)
+    os.close(theirs)
+    assert b"environ" in os.read(ours, 11)
+    os.close(ours)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert latest(tmp_path / "run").iteration == 3125
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] == 100_000
 
 
 def test_interrupted_while_compiling(tmp_path, monkeypatch, capsys):
