@@ -119,11 +119,18 @@ class Display:
             f"all runs); this command took {summary['wall_seconds']:.1f} s, "
             f"{summary['compile_seconds']:.1f} s of them to compile"
         )
-        diverged = [runs[number] for number in summary["diverged_runs"]]
-        for run in diverged[:_SHOWN]:
-            self._console.print(f"[bold red]diverged[/bold red]: {escape(run.name)}")
-        if len(diverged) > _SHOWN:
-            self._console.print(f"[bold red]diverged[/bold red]: {len(diverged) - _SHOWN} more")
+        diverged, invalid = summary["diverged_runs"], summary["invalid_steps"]
+        steps = {run: setting["env_steps"] for setting in settings for run in setting["runs"]}
+        mostly = [n for n in steps if invalid[n] > steps[n] / 2 and n not in diverged]
+        self._named("diverged", [runs[number] for number in diverged])
+        self._named("most steps were invalid", [runs[number] for number in sorted(mostly)])
+
+    def _named(self, what: str, runs: list[Run]) -> None:
+        """The runs that something is wrong with."""
+        for run in runs[:_SHOWN]:
+            self._console.print(f"[bold red]{what}[/bold red]: {escape(run.name)}")
+        if len(runs) > _SHOWN:
+            self._console.print(f"[bold red]{what}[/bold red]: {len(runs) - _SHOWN} more")
 
     def _evaluation(self, evaluation: dict[str, Any], seeds: list[int]) -> None:
         table = Table(title=f"evaluation, {evaluation['episodes']} episodes a run")

@@ -275,11 +275,13 @@ def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def blank_diverged(metrics: dict[str, np.ndarray], batch_size: int) -> dict[str, np.ndarray]:
-    """Metrics [C, R] without the numbers of runs that have diverged, which mean nothing.
+    """Metrics [C, R] without the numbers of runs that had diverged before, which mean nothing.
 
-    None of their actions is a number, so no step of the `batch_size` of an iteration is valid.
+    None of their values is a number; nor of continuous actions, so that no step of the `batch_size` of an
+    iteration is valid, and none counts for the mean value.
     """
-    bad = (metrics["invalid_steps"] == batch_size) & ~np.isfinite(metrics["grad_norm"])
+    acted = (metrics["invalid_steps"] < batch_size) & np.isfinite(metrics["value_mean"])
+    bad = ~acted & ~np.isfinite(metrics["grad_norm"])
     blank = {"episodes": 0, "invalid_steps": metrics["invalid_steps"]}
     return {name: np.where(bad, blank.get(name, np.nan), x) for name, x in metrics.items()}
 

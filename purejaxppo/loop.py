@@ -74,6 +74,7 @@ class Training:
         self._restored: PyTree = None
         self._running: tuple[int, Metrics] | None = None  # the chunk on its way
         self._chunk_size = 1
+        self._told_of_invalid = False
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -281,10 +282,23 @@ class Training:
         self._metrics.add(metrics)
         losses = metrics["policy_loss"] + metrics["value_loss"] + metrics["grad_norm"]
         self._diverged |= ~np.isfinite(losses).all(axis=0)
+        self._tell_of_invalid(metrics["invalid_steps"])
         returns = pool(metrics)["episode_return"]
         mean = float(np.nanmean(returns)) if np.isfinite(returns).any() else math.nan
         done = self._metrics.iteration * self.config.batch_size
         self.display.update(done, mean, done * len(self.runs) / self.seconds)
+
+    def _tell_of_invalid(self, steps: np.ndarray) -> None:
+        """Once, where the environments gave invalid steps [C, R], and not only reset themselves late."""
+        counts = np.where(self._diverged, 0, steps.sum(0))
+        if self._told_of_invalid or self.program.external or not counts.any():
+            return
+        self._told_of_invalid = True
+        run, count = self.runs[counts.argmax()], counts.max()
+        self.display.say(
+            f"{run.name}: {count:,} of {len(steps) * self.config.batch_size:,} steps were invalid and are left "
+            "out: an observation or reward that is no number, or a truncation that was not declared"
+        )
 
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None

@@ -197,6 +197,7 @@ def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "evaluation": _last_evaluation(report),
         "seeds": report.results[0].outcome.seeds,
         "env_steps": max(result.outcome.env_steps for result in report.results),
+        "invalid_steps": _invalid_steps(report),
         **facts,
         "settings": [result.outcome.statistics() for result in report.ranked],
     }
@@ -205,6 +206,13 @@ def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
     if report.settings.run.sweep:
         write_sweep(report)
     return summary
+
+
+def _invalid_steps(report: Report) -> list[int]:
+    """Of every run, in order."""
+    table = read_column(report.path / "metrics.csv", "invalid_steps")
+    runs = [run for result in report.results for run in result.outcome.runs]
+    return [int(sum(table.get(run, {}).values())) for run in runs]
 
 
 def _last_evaluation(report: Report) -> dict[str, Any]:

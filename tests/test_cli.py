@@ -12,6 +12,7 @@ import weakref
 
 import jax
 import numpy as np
+import probes
 import pytest
 import yaml
 
@@ -24,6 +25,7 @@ from purejaxppo.machine import Memory
 from purejaxppo.plan import Plan, make_footprint
 from purejaxppo.program import Program
 from purejaxppo.sweep import make_runs, make_settings_of
+from purejaxppo.types import TimeStep
 from purejaxppo.values import ConfigError
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
@@ -420,6 +422,53 @@ def test_numbers_of_a_run_that_has_diverged_are_left_out(tmp_path):
         assert good[1][name] != ""
     means = [(row["run"], row["return_mean"] != "") for row in rows(path / "evaluation.csv")]
     assert sorted(means) == [("0", True), ("0", True), ("1", False), ("1", False)]
+
+
+def test_so_are_those_of_one_with_discrete_actions(tmp_path):
+    """Which are numbers, whatever the network says."""
+    path = tmp_path / "run"
+    arguments = [
+        "--sweep",
+        "learning_rate=1e-3,1e30",
+        "--metrics-rows",
+        "0",
+        "--eval-episodes",
+        "0",
+    ]
+    assert train(*arguments, "--total-timesteps", "320", "--run-dir", str(path)) == 0
+    last = {row["run"]: row for row in rows(path / "metrics.csv")}
+    assert last["0"]["value_mean"] != ""
+    assert (last["1"]["episodes"], last["1"]["episode_return"]) == ("0", "")
+    assert last["1"]["invalid_steps"] == "0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(probes.Probe):
+    """Gives a reward that is no number, in every step or in every other."""
+
+    always: bool = True
+
+    def reset(self, key):
+        return probes.ZERO(()), probes.ZERO(1)
+
+    def step(self, key, state, action):
+        reward = jax.numpy.where(self.always | (state == 1), np.nan, 1.0)
+        return state + 1, TimeStep(probes.ZERO(1), reward, probes.NO(), probes.NO())
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_steps_that_are_invalid_are_told_of(tmp_path, capsys, always):
+    """At once, and in the end where they were most: nothing has been learned."""
+    envs.register("Broken", Broken)
+    arguments = ["--env", "Broken", "--env-args", f"always={str(always).lower()}"]
+    path = tmp_path / "run"
+    assert train(*arguments, "--total-timesteps", "64", "--run-dir", str(path)) == 0
+    out = capsys.readouterr().out
+    of = 32 if always else 16
+    assert out.count("invalid and are left out") == 1
+    assert f"run 0, seed 0: {of} of 32 steps were invalid" in out
+    assert ("most steps were invalid: run 0, seed 0" in out) == always
+    assert json.loads((path / "summary.json").read_text())["invalid_steps"] == [2 * of]
 
 
 def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):
