@@ -235,7 +235,9 @@ def report_command(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:  # of a plot's format, too
         raise ConfigError(str(error)) from None
     display = Display()
-    display.ranking([(result.name, result.outcome.statistics()) for result in ranked])
+    display.ranking(
+        [(result.name or str(given.run_dir[0]), result.outcome.statistics()) for result in ranked]
+    )
     drawn = [str(each.path) for each in reports] + [str(given.output)] * (len(reports) > 1)
     display.say(f"drawn in {', '.join(drawn)}")
     return 0

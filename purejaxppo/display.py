@@ -18,11 +18,12 @@ from rich.table import Table
 
 from purejaxppo.evaluate import MAX_STEPS
 from purejaxppo.policy import Policy
-from purejaxppo.sweep import Run, bootstrap_interval, describe
+from purejaxppo.sweep import Run, bootstrap_interval, describe, span
 from purejaxppo.types import Episode
 
 # Where the output is no terminal, progress is a line at most so often, in seconds.
 _LINE_EVERY = 10.0
+_WIDTH = 160  # that tables may take there
 _SHOWN = 10  # rows of a table; the rest is in the run directory
 
 
@@ -56,6 +57,8 @@ class Display:
     def __init__(self, quiet: bool = False) -> None:
         out: Any = _Output()
         self._console = Console(file=out, highlight=False, emoji=False, soft_wrap=True, quiet=quiet)
+        if not self._console.is_terminal and "COLUMNS" not in os.environ:
+            self._console.width = _WIDTH
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -166,9 +169,8 @@ class Display:
             unfinished += int((~played.ended).sum())
             cells = ["no episode ended"] + [""] * 4
             if len(score):
-                low, high = bootstrap_interval(score)
                 cells = [f"{x:.2f}" for x in (score.mean(), score.std())]
-                cells += [f"{low:.4g} ... {high:.4g}", f"{score.min():g} ... {score.max():g}"]
+                cells += [_cell(*bootstrap_interval(score)), f"{score.min():g} ... {score.max():g}"]
                 cells += [f"{length.mean():.1f}, {length.min()} ... {length.max()}"]
             table.add_row(escape(policy.run.name), *cells)
         self._console.print(table)
@@ -179,20 +181,19 @@ class Display:
 
     def ranking(self, settings: list[tuple[str, dict[str, Any]]]) -> None:
         """Names and statistics of settings, the best first."""
-        seeds = sorted({len(setting["runs"]) for _, setting in settings})
-        of_each = " ... ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
-        table = Table(title=f"{len(settings)} settings x {of_each} seeds")
-        table.add_column("")
+        seeds = span(len(setting["runs"]) for _, setting in settings)
+        plural, plurals = "s"[: len(settings) > 1], "s"[: seeds != "1"]
+        table = Table(title=f"{len(settings)} setting{plural} x {seeds} seed{plurals}")
+        table.add_column("", overflow="fold")
         for column in ("IQM", "95% interval", "mean", "area", "diverged"):
             table.add_column(column, justify="right", no_wrap=True)
         for name, setting in settings[:_SHOWN]:
-            low, high = setting["iqm_interval"]
             table.add_row(
                 escape(name),
-                f"{setting['iqm']:.4g}",
-                f"{low:.4g} ... {high:.4g}",
-                f"{setting['mean']:.4g}",
-                f"{setting['area_under_curve']:.4g}",
+                _cell(setting["iqm"]),
+                _cell(*setting["iqm_interval"]),
+                _cell(setting["mean"]),
+                _cell(setting["area_under_curve"]),
                 str(setting["diverged"] or ""),
             )
         self._print(table, len(settings))
@@ -202,3 +203,8 @@ class Display:
         if rows > _SHOWN:
             table.add_row(*["..."] * len(table.columns))
         self._console.print(table)
+
+
+def _cell(*bounds: float) -> str:
+    """A number or an interval; nothing where there is none."""
+    return "" if np.isnan(bounds).any() else " ... ".join(f"{bound:.4g}" for bound in bounds)

@@ -26,6 +26,7 @@ from purejaxppo.sweep import (
     make_runs,
     make_settings_of,
     show,
+    span,
 )
 from purejaxppo.values import ConfigError
 
@@ -329,8 +330,8 @@ def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
             axes.plot(result.curve.steps, iqm(result.curve.returns), color="0.85", linewidth=0.7)
         for result in ranked[:_LABELLED]:
             _draw_curve(axes, result.curve, result.name, "-")
-    runs = max(result.curve.returns.shape[1] for result in ranked)
-    of = f", IQM of {runs} runs with 95% interval" if runs > 1 else ""
+    runs = {result.curve.returns.shape[1] for result in ranked}
+    of = f", IQM of {span(runs)} runs with 95% interval" if max(runs) > 1 else ""
     axes.set(title=title, xlabel="environment steps", ylabel=f"episode return{of}")
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -71,6 +72,12 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
+def span(counts: Iterable[int]) -> str:
+    """The least and the greatest number, or the only one."""
+    ordered = sorted(set(counts))
+    return " ... ".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
 
 
 def describe(swept: dict[str, Any]) -> str:
@@ -272,11 +279,15 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of a statistic over runs; always the same for the same values.
 
+    NaN of a single run, which says nothing of others.
+
     Args:
         values: [n], or [S, n] for S strata, each of which is resampled by itself (Agarwal et al.).
         statistic: called as statistic(array [resamples, S * n], axis=-1).
     """
     strata = np.atleast_2d(values)
+    if strata.shape[1] < 2:
+        return math.nan, math.nan
     rng = np.random.default_rng(0)
     index = rng.integers(0, strata.shape[1], (resamples, *strata.shape))
     samples = np.take_along_axis(strata[None], index, axis=-1).reshape(resamples, -1)

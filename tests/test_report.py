@@ -19,7 +19,7 @@ from purejaxppo.report import (
     write_config,
     write_summary,
 )
-from purejaxppo.sweep import make_runs, make_settings_of
+from purejaxppo.sweep import Outcome, make_runs, make_settings_of
 from purejaxppo.types import Metrics
 from purejaxppo.values import ConfigError
 
@@ -116,7 +116,8 @@ def test_results_are_read_from_the_tables(run_dirs):
     assert [result.name for result in report.ranked] == ["gamma=0.9", "gamma=0.99"]
 
 
-def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys):
+def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     output = tmp_path / "c.png"
     directories = [str(run_dirs / name) for name in "ab"]
     assert cli.report_command([*directories, "--output", str(output)]) == 0
@@ -124,6 +125,8 @@ def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     # b and the surviving setting of a are equal; the sort keeps their order.
     assert [line.split()[1] for line in lines] == ["a,", "b", "a,"]
+    assert cli.report_command(directories[1:]) == 0
+    assert f"│ {directories[1]} │" in capsys.readouterr().out
     for path in (output, run_dirs / "a" / "sweep.png", run_dirs / "b" / "learning_curve.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -169,6 +172,21 @@ def test_ranking_says_how_many_seeds_there_are(capsys):
     shown = capsys.readouterr().out
     assert "2 settings x 3 ... 5 seeds" in shown
     assert "2 settings x 3 seeds" in shown
+
+
+def test_ranking_shows_whole_names_and_no_numbers_that_there_are_not(capsys, monkeypatch):
+    """A name is longer than the table, and a single seed has no interval."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "learning_rate=0.00025, clip_eps=0.12345, gae_lambda=0.95, ent_coef=1e-07"
+    outcome = Outcome({}, [0], [0], 100, np.zeros(1, bool), np.full(1, 7.5), np.full(1, np.nan))
+    assert np.isnan(outcome.statistics()["iqm_interval"]).all()
+    Display().ranking([(name, outcome.statistics())])
+    shown = capsys.readouterr().out
+    assert "1 setting x 1 seed" in shown
+    assert "nan" not in shown
+    cells = [line.split("│")[1:-1] for line in shown.splitlines() if "│" in line]
+    assert "".join(cell[0].strip() for cell in cells).replace(" ", "") == name.replace(" ", "")
+    assert [cell.strip() for cell in cells[0][1:]] == ["7.5", "", "7.5", "", ""]
 
 
 def test_different_environments_are_not_compared(run_dirs, tmp_path):
