@@ -119,7 +119,7 @@ class Display:
             self._evaluation(evaluation, [run.seed for run in runs])
         self._console.print(
             f"{summary['env_steps']:,} steps a run ({summary['steps_per_second']:,.0f} steps/s over "
-            f"all runs); this command took {summary['wall_seconds']:.1f} s, "
+            f"all runs); it took {summary['wall_seconds']:.1f} s, "
             f"{summary['compile_seconds']:.1f} s of them to compile"
         )
         diverged, invalid = summary["diverged_runs"], summary["invalid_steps"]

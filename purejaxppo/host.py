@@ -64,13 +64,16 @@ def _train(settings: Settings) -> int:
         saved = [each.facts if each else None for each in found]
         del found  # its arrays are the trainings' now, who let go of them
         caveats = _caveats(trainings, saved)
-        directory = _begin(settings, groups, saved, held)
+        done = all(training.done for training in trainings)
+        directory = _begin(settings, groups, saved, done, held)
         display.header(_header(directory, trainings, caveats))
-        if all(training.iteration == training.config.iterations for training in trainings):
+        before = sum(training.wall_seconds for training in trainings)
+        if done:
             display.say("nothing left to train: --total-timesteps goes further")
+            started = time.monotonic()
         try:
             facts, signal = _run(trainings, directory, caveats, display)
-            facts["wall_seconds"] = time.monotonic() - started
+            facts["wall_seconds"] = before + time.monotonic() - started
             summary = write_reports(directory.path, facts)
         except OSError:
             display.say(_how_to_go_on(settings, directory))
@@ -118,6 +121,7 @@ def _run(
         "compile_seconds": sum(training.compile_seconds for training in trainings),
         "diverged_runs": sorted(run for training in trainings for run in training.diverged_runs),
         "interrupted": bool(interrupt.signal),
+        "caveats": caveats,
         "versions": about["versions"],
         "device": about["device"],
     }
@@ -188,16 +192,22 @@ def _begin(
     settings: Settings,
     groups: list[list[Run]],
     saved: list[dict[str, Any] | None],
+    done: bool,
     held: contextlib.ExitStack,
 ) -> RunDirectory:
-    """The run directory of this process: of one that does not report, it is thrown away."""
+    """The run directory of this process: of one that does not report, it is thrown away.
+
+    Args:
+        done: nothing is left to train, and so to change.
+    """
 
     def prepare() -> RunDirectory:
         if settings.run.resume is None:
             return rundir.create(settings, held)
         directory = RunDirectory(Path(settings.run.resume), settings)
         _cut_tables(directory.path, groups, saved)
-        write_config(directory.path / "config.yaml", settings)
+        if not done:
+            write_config(directory.path / "config.yaml", settings)
         return directory
 
     directory = _in_main(prepare)
@@ -245,7 +255,7 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             continue
         caveats += facts["caveats"]
         config, program = training.config, training.program
-        if training.iteration == config.iterations:
+        if training.done:
             continue  # nothing is computed any more
         if program.external:
             caveats.append("not bit for bit: environments outside of the program begin anew")
@@ -255,6 +265,7 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
                 f"what anneals was to end at iteration {facts['iterations']:,}: stretched, so not as "
                 "if trained at once"
             )
+        caveats += _changed_evaluations(facts.get("evaluation", {}), training.evaluation_facts)
         devices = program.plan.one_or_several
         before = facts.get("devices", devices)
         if before != devices:
@@ -273,6 +284,14 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
         ]
         caveats += [f"not bit for bit: {change}" for change in changed + _changed_versions(facts)]
     return list(dict.fromkeys(caveats))
+
+
+def _changed_evaluations(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In words, where there were and are any."""
+    if not (before.get("episodes") and now["episodes"]):
+        return []
+    changed = [f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
+    return [f"evaluations are not as those before: {change}" for change in changed]
 
 
 def _how_to_go_on(settings: Settings, directory: RunDirectory) -> str:

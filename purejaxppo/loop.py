@@ -35,7 +35,9 @@ class Training:
         checkpoint: to go on from.
 
     Attributes:
-        seconds: of training alone, also of that before the checkpoint.
+        seconds: of training alone; this and the next two also of what was before the checkpoint.
+        compile_seconds: of compilation.
+        wall_seconds: of all from compilation to the last checkpoint.
 
     Raises:
         ConfigError: as `Program`, or a checkpoint of something else.
@@ -70,7 +72,7 @@ class Training:
         self._best = Best(acting(self.program.whole), len(runs))
         self._diverged = np.zeros(len(runs), bool)
         self.iteration = self._saved = 0
-        self.seconds = self.compile_seconds = 0.0
+        self.seconds = self.compile_seconds = self.wall_seconds = 0.0
         self._restored: PyTree = None
         self._running: tuple[int, Metrics] | None = None  # the chunk on its way
         self._chunk_size = 1
@@ -83,8 +85,10 @@ class Training:
         facts = checkpoint.facts
         self.iteration = self._saved = checkpoint.iteration
         self.seconds = facts["seconds"]
+        self.compile_seconds = facts.get("compile_seconds", 0.0)  # which older versions forgot
+        self.wall_seconds = facts.get("wall_seconds", self.seconds)
         self._diverged[facts["diverged"]] = True
-        if self.iteration == self.config.iterations:
+        if self.done:
             return
         self._restored = checkpoint.tree("state", self.program.whole)
         best = checkpoint.tree("best", self._best.tree)
@@ -99,9 +103,28 @@ class Training:
             self._every = facts["every"]
 
     @property
+    def done(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.iteration == self.config.iterations
+
+    @property
     def steps(self) -> int:
         """Environment steps so far, of all runs."""
         return self.iteration * self.config.batch_size * len(self.runs)
+
+    @property
+    def evaluation_facts(self) -> dict[str, Any]:
+        """What an evaluation depends on beside the policy."""
+        return {
+            "episodes": self.options.eval_episodes,
+            "sampled": self.options.eval_sampled,
+            "effort": self.program.evaluation_effort(self._evaluation_count),
+        }
+
+    @property
+    def _evaluation_count(self) -> int:
+        """Of a whole training."""
+        return math.ceil(self.config.iterations / self._every)
 
     @property
     def diverged_runs(self) -> list[int]:
@@ -120,7 +143,7 @@ class Training:
         Raises:
             OSError: a table or a checkpoint could not be written.
         """
-        if self.iteration == self.config.iterations:
+        if self.done:
             return
         self._metrics = MetricsTable(
             tables.metrics,
@@ -135,6 +158,7 @@ class Training:
         self._evaluations = EvaluationTable(tables.evaluation, self.runs, rows)
         self._tables, self._interrupt, self._writer = tables, interrupt, writer
         self._videos = videos
+        self._began = time.monotonic() - self.wall_seconds
         try:
             self._compile()
             batch = self.config.batch_size
@@ -148,8 +172,8 @@ class Training:
 
     def _compile(self) -> None:
         started, program = time.monotonic(), self.program
-        evaluations = math.ceil(self.config.iterations / self._every)
-        compiled = program.compile(self._restored is None or program.external, evaluations)
+        begins = self._restored is None or program.external
+        compiled = program.compile(begins, self._evaluation_count)
         self._chunk, self._evaluate = compiled.chunk, compiled.evaluate
         begun = None
         if compiled.init is not None:
@@ -161,11 +185,12 @@ class Training:
             if begun is not None:  # what lives outside of the program has begun anew
                 self._states = _with_environments(self._states, begun)
         memory = program.memory(compiled)
-        self.compile_seconds = time.monotonic() - started
+        seconds = time.monotonic() - started
+        self.compile_seconds += seconds
         gc.freeze()
         gc.enable()
         quick = ", quickly (--compile-effort full trains faster)" * (program.effort == "quick")
-        self.display.say(f"compiled in {self.compile_seconds:.1f} s{quick}, {memory}")
+        self.display.say(f"compiled in {seconds:.1f} s{quick}, {memory}")
 
     def _train(self) -> None:
         total, every = self.config.iterations, self._every
@@ -237,6 +262,8 @@ class Training:
             "metrics_rows": self.options.metrics_rows,
             "every": self._every,
             "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
+            "wall_seconds": time.monotonic() - self._began,
             "diverged": np.flatnonzero(self._diverged).tolist(),
             "tables": {
                 "metrics.csv": {"until": self._metrics.until, "rows": self._metrics.rows},
@@ -246,6 +273,7 @@ class Training:
             "shards": self.program.plan.shards,
             "devices": self.program.plan.one_or_several,
             "effort": self.program.effort,
+            "evaluation": self.evaluation_facts,
             "iterations": self.config.iterations,
         }
 

@@ -135,6 +135,18 @@ class Program:
             return self._effort_before if jax.default_backend() == "cpu" else "full"
         return self._effort(self._chunk, self.config.iterations)
 
+    @functools.cached_property
+    def _evaluation(self) -> Any:
+        """The program of an evaluation as it is traced."""
+        return self.trainer.evaluate.trace(self.shapes, self.hypers, ())
+
+    def evaluation_effort(self, evaluations: int) -> str | None:
+        """The effort for so many evaluations; None where they have no episodes."""
+        if not self.options.eval_episodes:
+            return None
+        steps = evaluations * (self.eval_env.max_episode_steps or MAX_STEPS)
+        return self._effort(self._evaluation, steps)
+
     def _effort(self, traced: Any, times: int) -> str:
         effort = self.options.compile_effort
         if effort != "auto":
@@ -180,11 +192,8 @@ class Program:
 
             chunk = start(self._chunk, self.effort)
             init = start(trainer.init.trace(*self.start)) if begins else None
-            evaluate = None
-            if self.options.eval_episodes:
-                traced = trainer.evaluate.trace(self.shapes, self.hypers, ())
-                steps = evaluations * (self.eval_env.max_episode_steps or MAX_STEPS)
-                evaluate = start(traced, self._effort(traced, steps))
+            effort = self.evaluation_effort(evaluations)
+            evaluate = start(self._evaluation, effort) if effort else None
         return Compiled(*(each and each.result() for each in (chunk, init, evaluate)))
 
     def memory(self, compiled: Compiled) -> str:
@@ -201,8 +210,10 @@ class Program:
         return f"{gib(arrays + resident_bytes())} of memory in all"
 
     def release(self) -> None:
-        """Lets go of what is compiled: a sweep's next program needs the room."""
-        del self.trainer, self._chunk
+        """Lets go of what is compiled, and of environments outside: a sweep's next program needs the room."""
+        del self.trainer, self.eval_env
+        for traced in ("_chunk", "_evaluation"):
+            vars(self).pop(traced, None)
 
 
 def _share(config: Config, shards: int) -> Config:

@@ -218,7 +218,9 @@ def _invalid_steps(report: Report) -> list[int]:
 
 def _last_evaluation(report: Report) -> dict[str, Any]:
     """Return of every run at its end, NaN of one that diverged; empty where not all were evaluated."""
-    means, stds = report.evaluation, read_column(report.path / "evaluation.csv", "return_std")
+    table = report.path / "evaluation.csv"
+    means, stds = report.evaluation, read_column(table, "return_std")
+    counts = read_column(table, "episodes")
     outcomes = [result.outcome for result in report.results]
     last = {run: outcome.env_steps for outcome in outcomes for run in outcome.runs}
     bad = {run for o in outcomes for run, gone in zip(o.runs, o.diverged, strict=True) if gone}
@@ -231,7 +233,7 @@ def _last_evaluation(report: Report) -> dict[str, Any]:
         "return_std": float(np.std(finite, ddof=1)) if len(finite) > 1 else math.nan,
         "return_per_run": values,
         "return_std_per_run": [stds[run][steps] for run, steps in at_end],
-        "episodes": report.settings.run.eval_episodes,
+        "episodes": max((int(counts[run][steps]) for run, steps in at_end), default=0),
     }
 
 

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import purejaxppo
-from purejaxppo import checkpoint, cli, host, loop, machine, rundir
+from purejaxppo import checkpoint, cli, host, loop, machine, program, rundir
 from purejaxppo.checkpoint import Writer
 from purejaxppo.display import Display
 from purejaxppo.policy import play
@@ -55,8 +55,12 @@ def resume(run_dir, *arguments):
     return run("--resume", run_dir, *arguments)
 
 
-def latest(run_dir, program=0):
-    return checkpoint.load(run_dir / "checkpoints" / str(program))
+def latest(run_dir, number=0):
+    return checkpoint.load(run_dir / "checkpoints" / str(number))
+
+
+def read_summary(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 def assert_same(one, other):
@@ -67,8 +71,8 @@ def assert_same(one, other):
         assert sorted(lines[0]) == sorted(lines[1])
     programs = sorted(path.name for path in (one / "checkpoints").iterdir())
     assert programs == sorted(path.name for path in (other / "checkpoints").iterdir())
-    for program in programs:
-        a, b = latest(one, program), latest(other, program)
+    for number in programs:
+        a, b = latest(one, number), latest(other, number)
         assert a.iteration == b.iteration
         assert a.arrays.keys() == b.arrays.keys()
         for name, array in a.arrays.items():
@@ -177,12 +181,46 @@ def test_rows_have_no_gap_and_no_overlap_where_a_training_is_extended(tmp_path):
 
 
 def test_nothing_left_to_do(copied, capsys):
-    before = (copied / "metrics.csv").read_bytes()
-    assert resume(copied) == 0
-    assert (copied / "metrics.csv").read_bytes() == before
+    """Then nothing is changed either, whatever is asked of evaluations."""
+    names = ("metrics.csv", "evaluation.csv", "config.yaml")
+    before = {name: (copied / name).read_bytes() for name in names}
+    summary = read_summary(copied)
+    assert resume(copied, "--eval-episodes|5") == 0
+    assert before == {name: (copied / name).read_bytes() for name in names}
     shown = capsys.readouterr().out
     assert "compiled" not in shown
     assert "nothing left to train" in shown
+    again = read_summary(copied)
+    assert again["wall_seconds"] > again["compile_seconds"] == summary["compile_seconds"] > 0
+    assert again | {"wall_seconds": 0} == summary | {"wall_seconds": 0}
+
+
+def test_what_goes_on_has_the_time_of_all_its_parts(copied):
+    first = read_summary(copied)
+    assert resume(copied, f"--total-timesteps|{12 * PER_ITERATION}") == 0
+    both = read_summary(copied)
+    assert both["compile_seconds"] > first["compile_seconds"]
+    assert both["wall_seconds"] > first["compile_seconds"] + both["compile_seconds"] / 2
+
+
+def test_evaluations_of_another_kind_are_told_of(copied, capsys):
+    more = f"--total-timesteps|{12 * PER_ITERATION}"
+    assert resume(copied, more, "--eval-sampled|--eval-episodes|4") == 0
+    told = "evaluations are not as those before: "
+    expected = [told + "episodes 3 -> 4", told + "sampled False -> True"]
+    assert read_summary(copied)["caveats"] == expected
+    assert "; ".join(expected) in capsys.readouterr().out
+    assert read_summary(copied)["evaluation"]["episodes"] == 4
+    assert resume(copied, f"--total-timesteps|{13 * PER_ITERATION}") == 0
+    assert read_summary(copied)["caveats"] == expected
+
+
+def test_evaluations_may_be_compiled_with_another_effort(tmp_path, monkeypatch):
+    assert train(tmp_path / "run", 2) == 0
+    monkeypatch.setattr(program, "suits_quick", lambda *_: False)
+    assert resume(tmp_path / "run", f"--total-timesteps|{4 * PER_ITERATION}") == 0
+    caveats = read_summary(tmp_path / "run")["caveats"]
+    assert "evaluations are not as those before: effort quick -> full" in caveats
 
 
 def test_results_without_a_checkpoint_are_not_thrown_away(copied, capsys):
