@@ -18,8 +18,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from purejaxppo.config import load_settings
 from purejaxppo.effort import each_equation
+from purejaxppo.envs import load_settings
 from purejaxppo.plan import Plan
 from purejaxppo.train import Trainer, make_setup, stack_hypers
 

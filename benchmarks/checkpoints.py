@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.shared import RESULTS, trained
 from purejaxppo import machine
 from purejaxppo.checkpoint import Writer, flatten
-from purejaxppo.config import RunOptions, load_settings
+from purejaxppo.config import RunOptions
+from purejaxppo.envs import load_settings
 from purejaxppo.plan import make_plan
 from purejaxppo.sweep import bootstrap_interval
 from purejaxppo.train import Trainer, make_setup, run_shapes, saved_shapes, stack_hypers

@@ -17,7 +17,8 @@ import numpy as np
 from benchmarks.shared import RESULTS
 from benchmarks.throughput import whole
 from purejaxppo import convolutions, machine
-from purejaxppo.config import RunOptions, load_settings
+from purejaxppo.config import RunOptions
+from purejaxppo.envs import load_settings
 from purejaxppo.train import make_setup
 
 

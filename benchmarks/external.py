@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import peers, shared
 from benchmarks.shared import load, trained
 from purejaxppo import machine
-from purejaxppo.config import load_settings
+from purejaxppo.envs import load_settings
 from purejaxppo.sweep import bootstrap_interval
 
 FIRST_SEED = 1000

@@ -27,7 +27,8 @@ from benchmarks.shared import load, save, trained
 from benchmarks.targets import SUITES, Target
 from purejaxppo import envs
 from purejaxppo.agent import AgentOutput
-from purejaxppo.config import Config, Settings, load_settings
+from purejaxppo.config import Config, Settings
+from purejaxppo.envs import load_settings
 from purejaxppo.evaluate import evaluate
 from purejaxppo.plan import make_plan
 from purejaxppo.spaces import Box

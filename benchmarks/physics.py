@@ -21,7 +21,7 @@ import jax
 
 from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
-from purejaxppo.config import load_settings
+from purejaxppo.envs import load_settings
 from purejaxppo.envs.base import Starts, Vectorized
 from purejaxppo.train import as_arrays
 

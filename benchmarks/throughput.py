@@ -27,10 +27,10 @@ import numpy as np
 
 from benchmarks.shared import load, save
 from purejaxppo import machine, ppo
-from purejaxppo.config import load_settings
 from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import num_outputs
 from purejaxppo.effort import cpu_options
+from purejaxppo.envs import load_settings
 from purejaxppo.plan import MAX_CHUNK, Plan
 from purejaxppo.train import Trainer, as_arrays, make_setup, stack_hypers
 

@@ -1,7 +1,7 @@
 """PureJaxPPO: PPO that never leaves the accelerator."""
 
-from purejaxppo.config import Config, ConfigError, Hyper, RunOptions, Settings, load_settings
-from purejaxppo.envs import list_environments, make, register
+from purejaxppo.config import Config, ConfigError, Hyper, RunOptions, Settings
+from purejaxppo.envs import list_environments, load_settings, make, register
 from purejaxppo.policy import Policy, load_policy
 from purejaxppo.train import make_train, stack_hypers
 

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import tyro
 
 from purejaxppo import envs, report, rundir, values
-from purejaxppo.config import Settings, load_settings, shipped_config
+from purejaxppo.config import Settings, shipped_config
 from purejaxppo.convolutions import CnnLayers
 from purejaxppo.display import Display
 from purejaxppo.host import train
@@ -269,13 +269,10 @@ def parse(arguments: list[str]) -> Settings:
         known, rest = first.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
-    env = None if known.env is None else envs.full_name(known.env)
     if known.resume is not None:
         base = _to_go_on(known)
     else:
-        base = load_settings(env, known.config, known.backend)
-        named = envs.full_name(base.config.env)  # which a file may have in short, too
-        base = dataclasses.replace(base, config=dataclasses.replace(base.config, env=named))
+        base = envs.load_settings(known.env, known.config, known.backend)
     given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
     base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
     rest = [x for a in rest for x in _WORDS.get(a, [a])]

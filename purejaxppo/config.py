@@ -220,13 +220,13 @@ class Settings:
         return flat | {"env_args": dict(self.config.env_args)}
 
 
-def load_settings(
+def read_settings(
     env: str | None = None, file: str | Path | None = None, backend: str | None = None
 ) -> Settings:
     """Settings of a YAML file, or the shipped ones of an environment, over the defaults.
 
     Args:
-        env: its full name, as `brax/ant`.
+        env: its full name, as `brax/ant`; `envs.load_settings` knows the others.
         backend: what an environment with several kinds of physics runs on.
 
     Raises:

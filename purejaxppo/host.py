@@ -15,7 +15,7 @@ import jax
 
 from purejaxppo import checkpoint, machine, rundir
 from purejaxppo.checkpoint import Checkpoint, Writer
-from purejaxppo.config import Config, Settings, load_settings
+from purejaxppo.config import Config, Settings, read_settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import Tables, keep_rows
 from purejaxppo.loop import Training
@@ -154,7 +154,7 @@ def _checkpoints(
         return [None] * len(groups)
     directory = RunDirectory(Path(settings.run.resume), settings)
     config = directory.path / "config.yaml"
-    check_options(options_of(load_settings(file=config)), settings, config)
+    check_options(options_of(read_settings(file=config)), settings, config)
     _in_main(lambda: held.enter_context(rundir.lock(directory.path)))
     found = [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))]
     if not any(found) and rundir.has_results(directory.path):

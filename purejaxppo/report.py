@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from purejaxppo.config import Settings, load_settings
+from purejaxppo.config import Settings, read_settings
 from purejaxppo.loggers import Table, swept_columns
 from purejaxppo.rundir import write_config, write_whole
 from purejaxppo.sweep import (
@@ -90,7 +90,7 @@ def read_report(run_dir: Path, diverged: list[int] | None = None) -> Report:
         ConfigError: config.yaml, a table or the summary cannot be used.
         OSError: a table is missing.
     """
-    settings = load_settings(file=run_dir / "config.yaml")
+    settings = read_settings(file=run_dir / "config.yaml")
     if diverged is None:
         diverged = _read_diverged(run_dir)
     tables = (

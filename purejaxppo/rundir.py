@@ -21,7 +21,7 @@ import yaml
 
 from purejaxppo import checkpoint
 from purejaxppo.checkpoint import Checkpoint, Writer
-from purejaxppo.config import Settings, load_settings
+from purejaxppo.config import Settings, read_settings
 from purejaxppo.envs import full_name
 from purejaxppo.loggers import keep_rows
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
@@ -54,7 +54,7 @@ class RunDirectory:
                 "there is no config.yaml in it" if path.is_dir() else "there is no such directory"
             )
             raise ConfigError(f"{path}: not a run directory: {what}")
-        settings = load_settings(file=path / "config.yaml")
+        settings = read_settings(file=path / "config.yaml")
         named = settings.config.env
         if env is not None and full_name(env) != full_name(named):
             raise ConfigError(f"--env {env}: {path} has {named}")

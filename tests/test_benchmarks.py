@@ -9,7 +9,7 @@ import pytest
 from benchmarks import brax_ppo, budget, compare, external, learning, optima, scaling, throughput
 from benchmarks.targets import SUITES, Target
 from purejaxppo import cli, envs
-from purejaxppo.config import load_settings
+from purejaxppo.envs import load_settings
 from purejaxppo.validation import validate
 
 

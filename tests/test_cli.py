@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from purejaxppo import cli, envs, host, machine, program, report
-from purejaxppo.config import load_settings
 from purejaxppo.display import Display
+from purejaxppo.envs import load_settings
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory

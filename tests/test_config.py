@@ -11,11 +11,11 @@ from purejaxppo.config import (
     RunOptions,
     Settings,
     config_directory,
-    load_settings,
     make_settings,
     shipped_config,
 )
 from purejaxppo.convolutions import CNN_LAYERS
+from purejaxppo.envs import load_settings
 from purejaxppo.validation import validate
 from purejaxppo.values import (
     ConfigError,
@@ -186,6 +186,17 @@ def test_environment_given_with_a_file_wins(tmp_path):
     file.write_text("env: Acrobot-v1\nnum_envs: 2")
     settings = load_settings("Pendulum-v1", file)
     assert (settings.config.env, settings.config.num_envs) == ("Pendulum-v1", 2)
+
+
+def test_settings_by_a_short_name_and_not_by_a_wrong_one(tmp_path):
+    assert load_settings("hopper") == load_settings("brax/hopper") != load_settings("brax/ant")
+    assert load_settings("hopper").config.env == "brax/hopper"
+    file = tmp_path / "some.yaml"
+    file.write_text("env: hopper")
+    assert load_settings(file=file).config.env == "brax/hopper"
+    assert load_settings("my_module:MyEnv").config.env == "my_module:MyEnv"
+    with pytest.raises(ConfigError, match=r"unknown environment 'Cartpole-v1'; did you mean Cart"):
+        load_settings("Cartpole-v1")
 
 
 def test_parsers():

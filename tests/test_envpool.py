@@ -12,9 +12,10 @@ from PIL import Image, ImageSequence
 from probes import Probe
 
 from purejaxppo import cli, envs, machine, ppo, stats
-from purejaxppo.config import Config, Hyper, load_settings
+from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.effort import cpu_options
+from purejaxppo.envs import load_settings
 from purejaxppo.policy import load_policy
 from purejaxppo.policy import play as play_policy
 from purejaxppo.spaces import Box, Discrete

@@ -9,11 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from purejaxppo.config import Config
+from purejaxppo.config import Config, Settings, read_settings
 from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
 from purejaxppo.envs.images import prepare_images
 from purejaxppo.spaces import Space
@@ -150,6 +151,36 @@ def full_name(name: str) -> str:
     return found[0] if len(found) == 1 else name
 
 
+def load_settings(
+    env: str | None = None, file: str | Path | None = None, backend: str | None = None
+) -> Settings:
+    """Settings of a YAML file, or the shipped ones of an environment, over the defaults.
+
+    Args:
+        env: any of its names, as `ant` or `brax/ant`; over that of the file.
+        backend: what an environment with several kinds of physics runs on.
+
+    Raises:
+        ConfigError: there is no such environment, or the file cannot be read, or says something that is
+            no option or value.
+    """
+    if env is not None:
+        env = full_name(env)
+        _require_known(env)
+    settings = read_settings(env, file, backend)
+    named = full_name(settings.config.env)  # which a file may have in short, too
+    return dataclasses.replace(settings, config=dataclasses.replace(settings.config, env=named))
+
+
+def _require_known(name: str) -> None:
+    """Raises ConfigError for what is neither registered, nor in an open suite, nor a module's."""
+    if name not in _REGISTRY and name.partition("/")[0] not in _OPEN_SUITES and ":" not in name:
+        raise ConfigError(
+            f"unknown environment {name!r}{suggest(name, _REGISTRY, most=3)} "
+            "(`purejaxppo envs` lists all; your own: --env my_module:MyEnv)"
+        )
+
+
 def register(name: str, factory: Factory) -> None:
     """Makes an environment available as `--env name`.
 
@@ -171,6 +202,7 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
         ConfigError: an unknown name, module or argument.
     """
     arguments, name = dict(env_args or {}), full_name(name)
+    _require_known(name)
     entry = _REGISTRY.get(name)
     suite = name.partition("/")[0]
     if entry is None and suite in _OPEN_SUITES:
@@ -237,12 +269,7 @@ def vectorize(
 
 
 def _import(name: str) -> Factory:
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"unknown environment {name!r}{suggest(name, _REGISTRY, most=3)} "
-            "(`purejaxppo envs` lists all; your own: --env my_module:MyEnv)"
-        )
+    module_name, _, attribute = name.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*", module_name) or module_name.endswith(".py"):
         raise ConfigError(f"--env {name}: write my_module:MyEnv, a module's name as in import")
     if os.getcwd() not in sys.path:  # where the console script does not look

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from purejaxppo import envs
-from purejaxppo.config import config_directory, load_settings
+from purejaxppo.config import config_directory
 from purejaxppo.distributions import draw_noise
-from purejaxppo.envs import Vectorized
+from purejaxppo.envs import Vectorized, load_settings
 from purejaxppo.envs.brax import backends, quietly
 from purejaxppo.ppo import truncation_window
 from purejaxppo.spaces import Box, Discrete
