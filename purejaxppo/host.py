@@ -78,6 +78,10 @@ def _train(settings: Settings) -> int:
         except OSError:
             display.say(_how_to_go_on(settings, directory))
             raise
+        except BaseException:
+            if settings.run.resume is None and machine.is_main():
+                rundir.discard_unused(directory.path)
+            raise
     display.results(summary, runs)
     display.say(f"written to {directory.path}")
     if signal:

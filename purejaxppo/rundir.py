@@ -245,6 +245,20 @@ def has_results(path: Path) -> bool:
         return True
 
 
+def discard_unused(path: Path) -> None:
+    """Empties the directory of a training that an error ended before it had any results.
+
+    Else the next try would find it in use.
+    """
+    left = {file.name: file for file in path.iterdir()}
+    tables = [left.pop(name) for name in ("metrics.csv", "evaluation.csv") if name in left]
+    if left.keys() <= {"config.yaml", ".lock"} and all(
+        table.read_bytes().count(b"\n") <= 1 for table in tables
+    ):
+        for file in (*left.values(), *tables):
+            file.unlink()
+
+
 def write_config(path: Path, settings: Settings) -> None:
     """Complete settings, ready for --config, in one process or with other flags in several."""
     alone = {"distributed": False, "coordinator": None, "num_processes": None, "process_id": None}

@@ -471,6 +471,22 @@ def test_steps_that_are_invalid_are_told_of(tmp_path, capsys, always):
     assert json.loads((path / "summary.json").read_text())["invalid_steps"] == [2 * of]
 
 
+def test_a_mistake_does_not_leave_a_directory_in_use(tmp_path, monkeypatch):
+    """The next try may have the same one."""
+    path = tmp_path / "run"
+    path.mkdir()
+    arguments = ["--total-timesteps", "32", "--eval-episodes", "0", "--run-dir", str(path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "compile", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(*arguments)
+    assert not any(path.iterdir())
+    monkeypatch.setattr(host, "write_reports", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(*arguments)
+    assert {"checkpoints", "metrics.csv", "config.yaml"} <= {file.name for file in path.iterdir()}
+
+
 def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):
     """Its losses were taken before."""
     path = tmp_path / "run"

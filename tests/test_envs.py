@@ -275,6 +275,42 @@ def test_own_environment_that_cannot_be_used(name, message):
         envs.make(name)
 
 
+NO = jnp.zeros((), bool)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        ("reset", lambda _: jnp.zeros(1), r"reset gives a \S+: must be \(state, obs\)"),
+        ("reset", lambda _: (1, jnp.zeros(1), {}), r"reset gives a tuple of 3: must be"),
+        ("reset", lambda _: (1, jnp.zeros(2)), r"reset's obs has the shape \[2\]: must be \[1\]"),
+        ("step", lambda *_: (1, jnp.zeros(1), 0.0, NO, {}), "step gives a tuple of 5: must be"),
+        (
+            "step",
+            lambda *_: (1, jnp.zeros(1)),
+            r"step gives \(state, \S+\): must be \(state, TimeS",
+        ),
+        ("step", lambda *_: (1, TimeStep(jnp.zeros(2), 0.0, NO, NO)), r"step's obs has the shape"),
+        (
+            "step",
+            lambda *_: (1, TimeStep(jnp.zeros(1), jnp.ones(1), NO, NO)),
+            r"step's reward .*\[1\]",
+        ),
+        (
+            "step",
+            lambda *_: ((1, 2), TimeStep(jnp.zeros(1), 0.0, NO, NO)),
+            "step gives another state than its",
+        ),
+    ],
+)
+def test_own_environment_that_gives_something_else(method, given, message):
+    """In one line, before anything is compiled, that names it."""
+    mistaken = type("Mistaken", (Countdown,), {method: staticmethod(given)})
+    envs.register("Mistaken", mistaken)
+    with pytest.raises(ConfigError, match=f"^Mistaken: its {message}"):
+        envs.make("Mistaken")
+
+
 def test_a_mistake_within_a_module_is_not_hidden(tmp_path, monkeypatch):
     (tmp_path / "mistaken_environment.py").write_text("import math\nmath.sine\nclass MyEnv: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -316,14 +352,14 @@ def test_register_takes_a_name_once():
 def test_gymnax_style_environment_of_the_users():
     from gymnax.environments.classic_control import CartPole
 
-    env = envs._build("mine", CartPole, {"max_steps_in_episode": 20})
+    env = envs.custom.make("mine", CartPole, {"max_steps_in_episode": 20})
     assert (env.max_episode_steps, env.may_truncate) == (20, False)
 
     class Impatient(CartPole):
         def is_truncated(self, state, params):
             return jnp.abs(state.x) > 0.1
 
-    env = envs._build("mine", Impatient, {})
+    env = envs.custom.make("mine", Impatient, {})
     assert env.may_truncate
 
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
-import os
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from purejaxppo.config import Config, Settings, read_settings
-from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
+from purejaxppo.envs import custom
+from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized, check_described
+from purejaxppo.envs.custom import Factory
 from purejaxppo.envs.images import prepare_images
-from purejaxppo.spaces import Space
 from purejaxppo.values import ConfigError, suggest
-
-Factory = Callable[..., Any]
 
 _GYMNAX = [
     "CartPole-v1",
@@ -124,11 +119,6 @@ EXTERNAL_BYTES = 2 * 2**20
 # Suites that know more names than are listed here.
 _OPEN_SUITES = ("playground", "envpool")
 
-# What an environment of the user's must have: by our protocol, or in Gymnax's style.
-_SPACES = ("observation_space", "action_space")
-_PROTOCOL = (*_SPACES, "max_episode_steps", "may_truncate", "reset", "step")
-_GYMNAX_STYLE = (*_SPACES, "reset_env", "step_env", "is_truncated")
-
 # Name -> the suite's module, imported when one of its environments is asked for, or a factory.
 _REGISTRY: dict[str, str | Factory] = {
     **dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax"),
@@ -210,22 +200,9 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     if isinstance(entry, str):
         env = importlib.import_module(entry).make(name, arguments)
     else:
-        env = _build(name, entry or _import(name), arguments)
-    _check(name, env)
+        env = custom.make(name, entry, arguments)
+    check_described(name, env)
     return env
-
-
-def _check(name: str, env: Environment) -> None:
-    """Raises ConfigError where what an environment says of itself cannot be used."""
-    for attribute in _SPACES:
-        space = getattr(env, attribute)
-        if not isinstance(space, Space):
-            raise ConfigError(f"{name}: its {attribute} is {space!r}, none of purejaxppo.spaces")
-    limit = env.max_episode_steps
-    if limit is not None and not (isinstance(limit, int | np.integer) and limit >= 1):
-        raise ConfigError(
-            f"{name}: its max_episode_steps is {limit!r}: must be a whole number, at least 1, or None"
-        )
 
 
 def has_vectors(name: str) -> bool:
@@ -266,51 +243,3 @@ def vectorize(
     else:
         vector = Vectorized(env, episodes)
     return prepare_images(config, vector)
-
-
-def _import(name: str) -> Factory:
-    module_name, _, attribute = name.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*", module_name) or module_name.endswith(".py"):
-        raise ConfigError(f"--env {name}: write my_module:MyEnv, a module's name as in import")
-    if os.getcwd() not in sys.path:  # where the console script does not look
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--env {name}: {error}, in this directory or on PYTHONPATH") from None
-    except ImportError as error:
-        raise ConfigError(f"--env {name}: {error}") from None
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise ConfigError(f"--env {name}: {module_name} has no {attribute!r}") from None
-
-
-def _build(name: str, factory: Factory, arguments: dict[str, Any]) -> Environment:
-    """An environment of the user's: by our protocol, or of Gymnax's style."""
-    if not callable(factory):
-        raise ConfigError(f"--env {name}: is {factory!r}, not a class or function that makes one")
-    if hasattr(factory, "step_env"):
-        from purejaxppo.envs import gymnax
-
-        _require(name, factory, _GYMNAX_STYLE)
-        return gymnax.build(name, factory, arguments)
-    try:
-        inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"--env-args: {name}: {error}") from None
-    env = factory(**arguments)
-    if hasattr(env, "step_env"):
-        from purejaxppo.envs import gymnax
-
-        _require(name, env, _GYMNAX_STYLE)
-        return gymnax.GymnaxEnvironment(env)
-    _require(name, env, _PROTOCOL)
-    return env
-
-
-def _require(name: str, env: Any, attributes: Sequence[str]) -> None:
-    """Raises ConfigError for the first attribute that an environment, or its class, has not."""
-    for attribute in attributes:
-        if not hasattr(env, attribute):
-            raise ConfigError(f"--env {name}: it has no {attribute}; see purejaxppo.envs.base")

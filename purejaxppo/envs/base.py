@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 
@@ -18,6 +19,8 @@ from purejaxppo.devices import split_keys
 from purejaxppo.spaces import Box, Space
 from purejaxppo.types import Episode, PyTree, TimeStep
 from purejaxppo.values import ConfigError
+
+SPACES = ("observation_space", "action_space")
 
 
 class Described(Protocol):
@@ -49,6 +52,19 @@ class Environment(Described, Protocol):
     def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
         """The next state, whose `obs` is the final one where the episode ended."""
         ...
+
+
+def check_described(name: str, env: Described) -> None:
+    """Raises ConfigError where what an environment says of itself cannot be used."""
+    for attribute in SPACES:
+        space = getattr(env, attribute)
+        if not isinstance(space, Space):
+            raise ConfigError(f"{name}: its {attribute} is {space!r}, none of purejaxppo.spaces")
+    limit = env.max_episode_steps
+    if limit is not None and not (isinstance(limit, int | np.integer) and limit >= 1):
+        raise ConfigError(
+            f"{name}: its max_episode_steps is {limit!r}: must be a whole number, at least 1, or None"
+        )
 
 
 class VectorEnvironment(Described, Protocol):
