@@ -246,14 +246,20 @@ def _values(setup: Setup, state: TrainState, steps: Transition) -> Array:
     A few large products in place of small ones in every step, which XLA leaves out as nothing reads them.
     As many observations at a time as an update has, so that this takes no more memory.
     """
-    parts = setup.config.num_minibatches * num_microbatches(setup)
-    flat = [x.reshape(parts, -1, *x.shape[2:]) for x in (steps.obs, steps.first)]
+    parts = [x.reshape(_num_parts(setup), -1, *x.shape[2:]) for x in (steps.obs, steps.first)]
+    value = jax.lax.map(functools.partial(_value, setup, state), tuple(parts))
+    return value.reshape(steps.value.shape)
 
-    def part(batch: list[Array]) -> Array:
-        obs, first = batch
-        return setup.agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
 
-    return jax.lax.map(part, flat).reshape(steps.value.shape)
+def _num_parts(setup: Setup) -> int:
+    """Of a rollout, in each of which there are as many samples as a part of an update has."""
+    return setup.config.num_minibatches * num_microbatches(setup)
+
+
+def _value(setup: Setup, state: TrainState, seen: tuple[Array, Array]) -> Array:
+    """[B] of observations [B, ...], and whether they begin an episode [B]."""
+    obs, first = seen
+    return setup.agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
 
 
 def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> Array:
@@ -265,11 +271,13 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
     Args:
         state: after the rollout.
     """
-    _, env, agent = setup
-    steps = data.transitions
+    env, steps = setup.env, data.transitions
     obs = jnp.concatenate([data.final_obs, state.env_state.obs[None]])
     first = jnp.concatenate([jnp.zeros(data.final_obs.shape[:2], bool), state.first[None]])
-    value = agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
+    at_a_time = steps.reward.size // _num_parts(setup) // env.num_envs
+    value = jax.lax.map(
+        functools.partial(_value, setup, state), (obs, first), batch_size=max(1, at_a_time)
+    )
     next_value = jnp.concatenate([steps.value[1:], value[-1:]])
     if window := truncation_window(env):
         final_value = value[np.arange(len(next_value)) // window]

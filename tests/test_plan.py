@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from probes import TimeLimit
+from probes import TimeLimit, Unusual
 
 from purejaxppo import envs
 from purejaxppo.config import Config, Hyper
@@ -68,10 +68,13 @@ def test_registered_environments_may_have_images():
     assert not suits_one_thread(Config(env="mine"))
 
 
-def test_a_footprint_lies_above_what_is_compiled_and_not_far():
-    config = Config(num_envs=64, num_steps=128)
+@pytest.mark.parametrize(("may_truncate", "num_minibatches"), [(False, 4), (True, 64)])
+def test_a_footprint_lies_above_what_is_compiled_and_not_far(may_truncate, num_minibatches):
+    """Also where as many final observations as steps are to be valued."""
+    config = Config(num_envs=64, num_steps=128, num_minibatches=num_minibatches)
+    env = Unusual(may_truncate=may_truncate, shape=(4,))
     plan = Plan(num_runs=4, num_devices=1, block=2)
-    trainer = Trainer(make_setup(config), plan)
+    trainer = Trainer(make_setup(config, env), plan)
     hypers = trainer.shard(stack_hypers([Hyper()] * 4))
     shapes = jax.eval_shape(trainer.init, trainer.shard(np.zeros(4, np.uint32)), hypers, ())
     estimate = make_footprint(trainer.setup, plan, shapes).total(plan)
