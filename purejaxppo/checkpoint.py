@@ -201,13 +201,18 @@ def read(path: Path) -> Checkpoint:
         PermissionError: it may not be read.
     """
     ocp, path = _orbax(), path.resolve()
-    options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=_alone(ocp))
+    alone = _alone(ocp)
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
+    )
     try:
-        with ocp.CheckpointManager(path.parent, options=options) as manager:
-            facts = dict(_restore(manager, path, facts=ocp.args.JsonRestore()).facts)
+        # Not by a manager, who would read of all checkpoints beside it, and fail where one is damaged.
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+            json, arrays = ocp.args.JsonRestore(), ocp.args.PyTreeRestore()
+            facts = dict(checkpointer.restore(path, ocp.args.Composite(facts=json)).facts)
             newer = facts["format"] > FORMAT
             if not newer:
-                saved = _restore(manager, path, arrays=ocp.args.PyTreeRestore())
+                saved = checkpointer.restore(path, ocp.args.Composite(arrays=arrays))
                 arrays = {name: np.array(array) for name, array in saved.arrays.items()}
                 whole = facts.pop("sha256") == _hash(arrays, facts)
     except (PermissionError, MemoryError):
@@ -222,10 +227,6 @@ def read(path: Path) -> Checkpoint:
     if not whole:
         raise DamagedError(f"{path}: damaged: its contents do not have the hash they had")
     return Checkpoint(path, arrays, facts)
-
-
-def _restore(manager: Any, path: Path, **items: Any) -> Any:
-    return manager.restore(int(path.name), args=_orbax().args.Composite(**items))
 
 
 class Best:
