@@ -192,12 +192,19 @@ def _parser(
     parser.add_argument("--best", action="store_true", help=best)
     parser.add_argument("--env", help="repeats my_module:MyEnv, to allow that it is imported")
     if episodes is not None:
-        default = {"type": values.parse_int, "help": "(%(default)s)"}
+        default = {"type": _whole_number, "help": "(%(default)s)"}
         parser.add_argument("--episodes", default=episodes, **default)
         parser.add_argument("--seed", default=0, **default)
         sampled = "sample the actions, or not; by default as the training evaluated"
         parser.add_argument("--sampled", action=argparse.BooleanOptionalAction, help=sampled)
     return parser
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return values.parse_int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _checked(given: argparse.Namespace) -> argparse.Namespace:

@@ -141,7 +141,8 @@ class Display:
             table.add_column(column, justify="right")
         means, stds = evaluation["return_per_run"], evaluation["return_std_per_run"]
         for seed, mean, std in list(zip(seeds, means, stds, strict=True))[:_SHOWN]:
-            table.add_row(str(seed), f"{mean:.2f}", f"{std:.2f}")
+            cells = [f"{mean:.2f}", f"{std:.2f}"] if np.isfinite(mean) else ["no episode ended", ""]
+            table.add_row(str(seed), *cells)
         self._print(table, len(seeds))
         finite = np.array([mean for mean in means if np.isfinite(mean)])
         if len(finite) > 1:

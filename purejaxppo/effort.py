@@ -33,18 +33,15 @@ def suits_quick(jaxpr: core.Jaxpr, times: int) -> bool:
     return times * numbers < _WORTH_OPTIMIZING * equations
 
 
-def each_equation(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
+def each_equation(
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, times: int = 1
+) -> Iterator[tuple[Any, int]]:
     """Of a program and all within it, with how often it is computed where scans repeat it."""
     for equation in jaxpr.eqns:
         yield equation, times
         repeated = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr),
-        ):
-            if isinstance(inner, core.ClosedJaxpr):
-                inner = inner.jaxpr
-            if isinstance(inner, core.Jaxpr):
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
                 yield from each_equation(inner, times * repeated)
 
 

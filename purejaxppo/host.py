@@ -327,6 +327,8 @@ def _header(
     num_runs = sum(len(training.runs) for training in trainings)
     last = f" ... {run.seed + run.num_seeds - 1}" if run.num_seeds > 1 else ""
     seeds = f"seed {run.seed}{last}, in blocks of {program.plan.block}"
+    if program.plan.padded > len(program.runs):  # as where a run of a sweep goes on alone
+        seeds += f": {program.plan.padded} are computed, for the same bits in every block"
     header = {
         "environment": f"{config.env}: {env.observation_space} -> {env.action_space}",
         "resets": resets,

@@ -49,10 +49,17 @@ class Table:
         self._file.flush()
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """Appends rows and hands them to the operating system."""
-        for row in rows:
-            self._writer.writerow([_cell(row[column]) for column in self._columns])
-        self._file.flush()
+        """Appends rows and hands them to the operating system.
+
+        Raises:
+            OSError: that takes no more.
+        """
+        try:
+            for row in rows:
+                self._writer.writerow([_cell(row[column]) for column in self._columns])
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from None
         if self._follow is not None:
             self._follow(rows)
 

@@ -142,6 +142,11 @@ class Interrupt:
         if self._requested:
             raise KeyboardInterrupt
         self._requested = number
+        if number == signal.SIGINT:
+            with contextlib.suppress(OSError):  # nobody to tell
+                os.write(
+                    2, b"\nstops after what is being compiled or trained; once more: at once\n"
+                )
 
 
 @dataclass(frozen=True)

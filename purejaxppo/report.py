@@ -286,9 +286,7 @@ def write_sweep(report: Report) -> None:
         )
     table.close()
     best = report.ranked[0].setting
-    run = dataclasses.replace(
-        report.settings.run, sweep=(), samples=None, run_dir=None, runs_per_block="auto"
-    )
+    run = dataclasses.replace(report.settings.run, sweep=(), samples=None, runs_per_block="auto")
     write_config(report.path / "best.yaml", Settings(run, best.config, best.hyper))
 
 

@@ -262,7 +262,7 @@ def discard_unused(path: Path) -> None:
 def write_config(path: Path, settings: Settings) -> None:
     """Complete settings, ready for --config, in one process or with other flags in several."""
     alone = {"distributed": False, "coordinator": None, "num_processes": None, "process_id": None}
-    run = dataclasses.replace(settings.run, **alone, resume=None, any_version=False)
+    run = dataclasses.replace(settings.run, **alone, run_dir=None, resume=None, any_version=False)
     settings = dataclasses.replace(settings, run=run)
     write_whole(path, yaml.safe_dump(settings.to_dict(), sort_keys=False))
 

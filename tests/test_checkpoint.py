@@ -391,6 +391,7 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, ca
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in err
+    assert ("stops after what is being compiled or trained" in err) == (number == signal.SIGINT)
     assert "interrupted after" in out
     assert f"to go on: python -m purejaxppo.run --resume '{path}'" in out
     assert 0 < latest(path).iteration < 12500
@@ -662,6 +663,7 @@ def test_a_full_disk(tmpfs, tmp_path):
     assert err.startswith("purejaxppo: error: ")
     assert err.count("\n") == 1
     assert "No space left" in err or "RESOURCE_EXHAUSTED" in err or "could not be written" in err
+    assert str(path) in err
     assert "to go on: python -m purejaxppo.run --resume" in out
     subprocess.run(["mount", "-o", "remount,size=100m", str(tmpfs)], check=True)
     resumed = start_resumed(path)
@@ -769,6 +771,9 @@ def shown(capsys, *arguments):
 
 
 def test_evaluate(swept, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        cli.evaluate_command([str(swept), "--episodes", "1.5"])
+    assert "argument --episodes: '1.5' is not a whole number" in capsys.readouterr().err
     monkeypatch.setenv("COLUMNS", "200")
     first = shown(capsys, swept, "--episodes", "40", "--run", "1")
     assert first == shown(capsys, swept, "--episodes", "40", "--run", "1")

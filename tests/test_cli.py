@@ -117,13 +117,14 @@ def test_summary(finished):
         assert summary[name] > 0
 
 
-def test_config_runs_again_to_the_same_result(finished, tmp_path):
+def test_config_runs_again_to_the_same_result(finished, tmp_path, monkeypatch):
+    """In a directory of its own, although that one was named."""
+    monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert (config["env"], config["seed"], config["total_timesteps"]) == ("CartPole-v1", 5, 340)
     assert config["runs_per_block"] == "auto"
-    again = tmp_path / "again"
-    arguments = ["--config", str(finished / "config.yaml"), "--run-dir", str(again)]
-    assert cli.train_command(arguments) == 0
+    assert cli.train_command(["--config", str(finished / "config.yaml")]) == 0
+    (again,) = (tmp_path / "runs").iterdir()
     for name in ("metrics.csv", "evaluation.csv"):
         assert (again / name).read_text() == (finished / name).read_text()
 
@@ -388,12 +389,13 @@ def test_all_runs_diverged(tmp_path, capsys):
     assert "diverged: run 0, seed 0" in capsys.readouterr().out
 
 
-def test_an_unusual_environment_is_trained_and_evaluated(tmp_path):
+def test_an_unusual_environment_is_trained_and_evaluated(tmp_path, capsys):
     """In blocks, on several devices."""
     path = tmp_path / "run"
     arguments = ["--env", "probes:Unusual", "--num-seeds", "3", "--runs-per-block", "2"]
     arguments += ["--eval-every", "32", "--eval-episodes", "3", "--run-dir", str(path)]
     assert train(*arguments, "--total-timesteps", "64") == 0
+    assert "in blocks of 2: 6 are computed" in capsys.readouterr().out
     assert train("--env", "probes:Unusual", "--resume", str(path), "--total-timesteps", "96") == 0
     evaluations = rows(path / "evaluation.csv")
     assert len(evaluations) == 3 * 3
