@@ -207,7 +207,7 @@ def test_an_environment_of_gymnax_style_may_too():
         def render(self, state, shade=7):
             return np.full((30, 40, 3), shade, np.uint8)
 
-    image = sketches.sketch_of(envs._build("mine", Plain, {}), "mine").draw(None)
+    image = sketches.sketch_of(envs.custom.make("mine", Plain, {}), "mine").draw(None)
     assert image.getcolors() == [(image.width * image.height, (7, 7, 7))]
 
 
