@@ -101,16 +101,18 @@ def agree(*values: float) -> list[float]:
     return [float(value) for value in gathered.max(axis=0)]
 
 
-# Of which Windows has no SIGHUP: the terminal is closed.
-_STOPPING = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]
+def _stopping() -> list[signal.Signals]:
+    """The signals that stop a training: that of a closed terminal too, unless it is ignored, as under `nohup`."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if (
+        hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    ):  # no Windows
+        numbers.append(signal.SIGHUP)
+    return numbers
 
 
 class Interrupt:
     """The first Ctrl-C, SIGTERM or SIGHUP lets the chunk in progress end; a second one stops at once.
-
-    What is ignored from the start, as SIGHUP under `nohup`, stays so.
 
     Attributes:
         signal: that stopped the training, 0 while nothing has.
@@ -127,11 +129,7 @@ class Interrupt:
         return bool(requested)
 
     def __enter__(self) -> Interrupt:
-        self._before = {
-            number: signal.signal(number, self._stop)
-            for number in _STOPPING
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
+        self._before = {number: signal.signal(number, self._stop) for number in _stopping()}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -380,8 +380,30 @@ def test_names_that_mean_something_to_the_terminal(tmp_path, capsys):
         assert str(tmp_path / name) in capsys.readouterr().out.replace("\n", "")
 
 
+@pytest.fixture
+def closing():
+    """Sets what becomes of SIGHUP, which else depends on who started the tests."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda action: signal.signal(signal.SIGHUP, action)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_is_ignored_where_it_was(closing):
+    """As under nohup."""
+    closing(signal.SIG_IGN)
+    with machine.Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGHUP)
+        assert not interrupt.check()
+    closing(signal.SIG_DFL)
+    with machine.Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGHUP)
+        assert interrupt.check()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, capsys):
+def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, closing):
+    closing(signal.SIG_DFL)
     path, whole = tmp_path / "stopped here", tmp_path / "whole"
     options = [*STEADY.split()[:1], "--eval-every", "96000", "--eval-episodes", "2"]
     options += ["--metrics-rows", "7"]  # rows are means over many iterations
