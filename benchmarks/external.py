@@ -81,7 +81,8 @@ def ours(task: Task, seed: int, steps: int) -> Measured:
 
 def theirs(task: Task, seed: int, steps: int, directory: Path, jobs: int) -> Measured:
     """The same by Stable-Baselines3, one of `jobs` at once."""
-    config = load_settings(f"envpool/{task.name}").config
+    settings = load_settings(f"envpool/{task.name}")
+    config, hyper = settings.config, settings.hyper
     batch = config.batch_size
     asked: dict[str, Any] = {
         "env": task.peer_name,
@@ -93,6 +94,7 @@ def theirs(task: Task, seed: int, steps: int, directory: Path, jobs: int) -> Mea
         "seed": seed,
         "atari": not config.normalize_observations,
         "episodes": 16 if config.normalize_observations else 0,
+        "hyper": {"gamma": hyper.gamma, "learning_rate": hyper.learning_rate},
     }
     command = peers.command(directory, "sb3", asked)
     threads = {"OMP_NUM_THREADS": "1"} if jobs > 1 else {}

@@ -32,11 +32,13 @@ def environments(task, num_envs):
         importlib.import_module("ale_py")
         return VecFrameStack(make_atari_env(task["env"], num_envs, seed=task["seed"]), 4)
     plain = make_vec_env(task["env"], num_envs, seed=task.get("seed"))
-    return VecNormalize(plain) if task.get("episodes") else plain
+    if not task.get("episodes"):
+        return plain
+    return VecNormalize(plain, gamma=task["hyper"]["gamma"])
 
 
 def main() -> None:
-    """Trains with the defaults of PPO but for the sizes; both networks have 2 x 64 tanh units."""
+    """Trains with the defaults of PPO but for the sizes and "hyper"; both networks have 2 x 64 tanh units."""
     task = json.loads(sys.argv[1])
     module = importlib.import_module({"sb3": "stable_baselines3", "sbx": "sbx"}[task["peer"]])
     batch = task["num_envs"] * task["num_steps"]
@@ -49,6 +51,7 @@ def main() -> None:
         n_epochs=task.get("epochs", 4),
         seed=task.get("seed"),
         device="cpu",
+        **task.get("hyper", {}),
     )
     model.learn(batch)
     started = time.perf_counter()
