@@ -189,7 +189,12 @@ def _changed_versions(facts: dict[str, Any]) -> list[str]:
     before, now = facts["versions"], machine.versions()
     # Python computes nothing, and an extra that came or went was not used.
     names = sorted((before.keys() & now.keys()) - {"python"})
-    return [f"{n} {before[n]} -> {now[n]}" for n in names if before[n] != now[n]]
+    return _changes(before, {name: now[name] for name in names})
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In words, what is another now."""
+    return [f"{name} {before[name]} -> {new}" for name, new in now.items() if before[name] != new]
 
 
 def _begin(
@@ -283,10 +288,8 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             "effort": program.effort,
         }
         then = {"effort": "full"} | facts  # which older versions always compiled with
-        changed = [
-            f"{name} {then[name]} -> {value}" for name, value in now.items() if then[name] != value
-        ]
-        caveats += [f"not bit for bit: {change}" for change in changed + _changed_versions(facts)]
+        changes = _changes(then, now) + _changed_versions(facts)
+        caveats += [f"not bit for bit: {change}" for change in changes]
     return list(dict.fromkeys(caveats))
 
 
@@ -294,8 +297,7 @@ def _changed_evaluations(before: dict[str, Any], now: dict[str, Any]) -> list[st
     """In words, where there were and are any."""
     if not (before.get("episodes") and now["episodes"]):
         return []
-    changed = [f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
-    return [f"evaluations are not as those before: {change}" for change in changed]
+    return [f"evaluations are not as those before: {change}" for change in _changes(before, now)]
 
 
 def _how_to_go_on(settings: Settings, directory: RunDirectory) -> str:

@@ -274,6 +274,7 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
     env, steps = setup.env, data.transitions
     obs = jnp.concatenate([data.final_obs, state.env_state.obs[None]])
     first = jnp.concatenate([jnp.zeros(data.final_obs.shape[:2], bool), state.first[None]])
+    # As `_values` does: of an environment that may always truncate there are as many as steps.
     at_a_time = steps.reward.size // _num_parts(setup) // env.num_envs
     value = jax.lax.map(
         functools.partial(_value, setup, state), (obs, first), batch_size=max(1, at_a_time)

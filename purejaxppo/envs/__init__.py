@@ -199,10 +199,9 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
         entry = f"purejaxppo.envs.{suite}"
     if isinstance(entry, str):
         env = importlib.import_module(entry).make(name, arguments)
-    else:
-        env = custom.make(name, entry, arguments)
-    check_described(name, env)
-    return env
+        check_described(name, env)
+        return env
+    return custom.make(name, entry, arguments)
 
 
 def has_vectors(name: str) -> bool:
