@@ -72,8 +72,8 @@ def guarded(command: Command) -> Command:
     return run
 
 
-def main() -> int:
-    """The console script; returns the exit status."""
+def main(arguments: list[str]) -> int:
+    """One of the commands; returns the exit status."""
     commands: dict[str, Command] = {
         "train": train_command,
         "evaluate": evaluate_command,
@@ -83,7 +83,6 @@ def main() -> int:
         "report": report_command,
         "envs": envs_command,
     }
-    arguments = sys.argv[1:]
     if arguments and arguments[0] in commands:
         return commands[arguments[0]](arguments[1:])
     usage = (

@@ -16,7 +16,7 @@ import probes
 import pytest
 import yaml
 
-from purejaxppo import cli, envs, host, machine, program, report
+from purejaxppo import cli, envs, host, machine, program, report, run
 from purejaxppo.display import Display
 from purejaxppo.envs import load_settings
 from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
@@ -568,22 +568,36 @@ def test_options_lie_over_the_tuned_ones_and_over_a_file(tmp_path):
     assert cli.parse(["--config", str(file), "--reward-clip", "none"]).hyper.reward_clip is None
 
 
-def run_main(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["purejaxppo", *arguments])
-    return cli.main()
+def run_main(*arguments):
+    return cli.main(list(arguments))
 
 
-def test_console_script(monkeypatch, capsys):
-    assert run_main(monkeypatch, "envs") == 0
+def test_console_script(capsys):
+    assert run_main("envs") == 0
     shown = capsys.readouterr().out.split("\n")
     assert "CartPole-v1  tuned" in shown
     assert "MNISTBandit-bsuite" in shown
-    assert run_main(monkeypatch, "--help") == 0
+    assert run_main("--help") == 0
     assert "train" in capsys.readouterr().out
-    assert run_main(monkeypatch) == 2
-    assert run_main(monkeypatch, "trian") == 2
+    assert run_main() == 2
+    assert run_main("trian") == 2
     assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
-    assert run_main(monkeypatch, "train", "--gamma", "2") == 2
+    assert run_main("train", "--gamma", "2") == 2
+
+
+def test_ctrl_c_before_there_is_a_command_is_no_traceback(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.__import__", interrupted)
+    assert run.main(["envs"]) == 130
+
+
+def test_public_names_are_imported_when_asked_for():
+    code = "import sys, purejaxppo; assert 'jax' not in sys.modules; from purejaxppo import *"
+    code += "; assert purejaxppo.envs.make is make and Config().num_envs; purejaxppo.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("module 'purejaxppo' has no attribute 'nothing'\n")
 
 
 def test_device_error_is_not_hidden(tmp_path, monkeypatch, capsys):
