@@ -45,10 +45,10 @@ def evaluate(
     """
     num_envs = env.num_envs
     limit = env.max_episode_steps or MAX_STEPS
-    key_reset, key_steps = jax.random.split(key)
+    (key_steps,), key_reset = split_keys(key, num_envs)
 
     def step(progress: _Progress) -> _Progress:
-        key_noise, key_env = jax.random.split(jax.random.fold_in(key_steps, progress.t))
+        (key_noise,), key_env = split_keys(jax.random.fold_in(key_steps, progress.t), num_envs)
         obs = progress.env_state.obs
         output = agent.apply(params, obs_stats, obs, progress.carry, progress.first)
         if sampled:
@@ -57,8 +57,7 @@ def evaluate(
             action = output.policy.sample(noise)
         else:
             action = output.policy.mode()
-        keys = split_keys(key_env, (num_envs,))
-        env_state, _, current = env.step(keys, progress.env_state, output.policy.to_env(action))
+        env_state, _, current = env.step(key_env, progress.env_state, output.policy.to_env(action))
         done = progress.episode.ended
         episode = jax.tree.map(lambda a, b: jnp.where(done, a, b), progress.episode, current)
         return _Progress(progress.t + 1, env_state, output.carry, current.ended, episode)

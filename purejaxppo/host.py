@@ -320,8 +320,7 @@ def _header(
     resets = "a new start state at every reset"
     if program.external:
         resets = "the environments' own, one step late"
-    elif config.reset_mode == "pool":
-        size = min(config.pool_size, config.num_steps)
+    elif size := env.pool_size:
         resets = (
             f"from a pool of {size} start state{'s'[: size > 1]} for each environment, drawn anew for "
             "every rollout"

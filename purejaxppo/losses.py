@@ -94,11 +94,6 @@ def gae(
     return advantages
 
 
-def masked_mean(x: Array, mask: Array) -> Array:
-    """[] mean of x where mask, on all devices; 0 where there is none. Both of one shape."""
-    return mean_over_devices(_weighted_mean(x, sample_weights(mask)))
-
-
 def sample_weights(mask: Array) -> Array:
     """Weights 0 and w, w such that they are 1 on average over all devices; 0 where mask is.
 
@@ -109,20 +104,25 @@ def sample_weights(mask: Array) -> Array:
     return mask / jnp.maximum(share, 1e-8)
 
 
-def _weighted_mean(x: Array, weight: Array) -> Array:
+def weighted_mean(x: Array, weight: Array) -> Array:
+    """[] mean of x with `sample_weights`, on all devices; 0 where all are. Both of one shape."""
+    return mean_over_devices(_own_mean(x, weight))
+
+
+def weighted_var(x: Array, weight: Array) -> Array:
+    """[] variance of x with `sample_weights`, on all devices; both of one shape."""
+    return weighted_mean(jnp.square(x - weighted_mean(x, weight)), weight)
+
+
+def _own_mean(x: Array, weight: Array) -> Array:
     """[] of this device's part; both of one shape."""
     return jnp.mean(jnp.where(weight > 0, weight * x, 0.0))
 
 
-def masked_var(x: Array, mask: Array) -> Array:
-    """[] variance of x where mask, on all devices; both of one shape."""
-    return masked_mean(jnp.square(x - masked_mean(x, mask)), mask)
-
-
-def normalize_advantages(advantage: Array, valid: Array) -> Array:
-    """Brought to mean 0 and standard deviation 1 over the valid entries; both of one shape."""
-    std = jnp.sqrt(masked_var(advantage, valid))
-    return (advantage - masked_mean(advantage, valid)) / (std + 1e-8)
+def normalize_advantages(advantage: Array, weight: Array) -> Array:
+    """Brought to mean 0 and standard deviation 1 with `sample_weights`; both of one shape."""
+    std = jnp.sqrt(weighted_var(advantage, weight))
+    return (advantage - weighted_mean(advantage, weight)) / (std + 1e-8)
 
 
 def ppo_loss(
@@ -158,11 +158,11 @@ def ppo_loss(
         move = jnp.clip(value - old_value, -coef.value_clip_eps, coef.value_clip_eps)
         error = jnp.maximum(error, jnp.square(old_value + move - target))
     metrics = LossMetrics(
-        policy_loss=-_weighted_mean(surrogate, batch.weight),
-        value_loss=0.5 * _weighted_mean(error, batch.weight),
-        entropy=_weighted_mean(policy.entropy(batch.noise), batch.weight),
-        approx_kl=_weighted_mean(ratio - 1 - log_ratio, batch.weight),
-        clip_fraction=_weighted_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.weight),
+        policy_loss=-_own_mean(surrogate, batch.weight),
+        value_loss=0.5 * _own_mean(error, batch.weight),
+        entropy=_own_mean(policy.entropy(batch.noise), batch.weight),
+        approx_kl=_own_mean(ratio - 1 - log_ratio, batch.weight),
+        clip_fraction=_own_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.weight),
     )
     loss = metrics.policy_loss + coef.vf_coef * metrics.value_loss - coef.ent_coef * metrics.entropy
     return loss, metrics

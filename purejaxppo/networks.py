@@ -37,8 +37,12 @@ class NetworkOutput(struct.PyTreeNode):
 
 
 def _dense(features: int) -> nn.Dense:
-    """A dense layer with the fast gradient."""
-    return nn.Dense(features, dot_general=lambda x, kernel, *_, **__: multiply(x, kernel))
+    """A dense layer with the fast gradient; `init_params` has the weights it begins with."""
+    return nn.Dense(
+        features,
+        kernel_init=nn.initializers.zeros,  # Flax traces it in every call, to compare shapes
+        dot_general=lambda x, kernel, *_, **__: multiply(x, kernel),
+    )
 
 
 class Torso(nn.Module):

@@ -30,7 +30,7 @@ from purejaxppo.agent import (
     learning_rate_scale,
 )
 from purejaxppo.config import Config, Hyper
-from purejaxppo.devices import mean_over_devices, num_shards, own_share
+from purejaxppo.devices import mean_over_devices, num_shards, own_share, split_keys
 from purejaxppo.distributions import noise_from_bits, num_outputs
 from purejaxppo.envs.base import VectorEnvironment, finite_start
 from purejaxppo.losses import (
@@ -38,11 +38,11 @@ from purejaxppo.losses import (
     LossMetrics,
     Minibatch,
     gae,
-    masked_mean,
-    masked_var,
     normalize_advantages,
     ppo_loss,
     sample_weights,
+    weighted_mean,
+    weighted_var,
 )
 from purejaxppo.shuffles import BITS, permutations
 from purejaxppo.types import Episode, Metrics, PyTree, Rollout, Scalar, TrainState, Transition
@@ -62,10 +62,10 @@ class Setup(NamedTuple):
 class Draws(NamedTuple):
     """The random numbers of an iteration."""
 
-    key_pool: Array  # [] for the start states
+    key_pool: Array  # [P, N] for the start states
     key_env: Array  # [T, N] a key for every step of every environment
     noise: Array  # [T, N, ...] for the actions
-    order: Array  # [epochs, T * N] int32, permutations of the samples; [epochs, N] for sequences
+    order: Array  # [epochs, T * N] uint32, permutations of the samples; [epochs, N] for sequences
 
 
 class Learner(struct.PyTreeNode):
@@ -95,9 +95,9 @@ class Actor(struct.PyTreeNode):
 
 
 def init(setup: Setup, key: Array, hyper: Hyper) -> TrainState:
-    """The state of a run before its first iteration; key is kept, and used for all that follows."""
+    """The state of a run before its first iteration; consumes key."""
     config, env, agent = setup
-    key_params, key_env = jax.random.split(jax.random.fold_in(key, 2**32 - 1))
+    (key, key_params), key_env = split_keys(key, env.num_envs, common=2)
     params = agent.init(key_params, hyper)
     return TrainState(
         params=params,
@@ -158,18 +158,18 @@ def draw(setup: Setup, key: Array) -> Draws:
     num_envs = env.num_envs * num_shards()
     rows = 1 if config.minibatches == "sequences" else config.num_steps
     shapes = [
-        (1, width),
+        (env.pool_size, num_envs, width),
         (config.num_steps, num_envs, width),
         (config.num_steps, num_envs, num_outputs(env.action_space)),
         (config.update_epochs * BITS, num_shards()),
     ]
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     parts = jnp.split(jax.random.bits(key, (ends[-1],)), ends[:-1])
-    pool, *parts = (x.reshape(s) for x, s in zip(parts, shapes, strict=True))
-    steps, noise, shuffles = (own_share(x, axis=1) for x in parts)
+    each = (x.reshape(shape) for x, shape in zip(parts, shapes, strict=True))
+    pool, steps, noise, shuffles = (own_share(x, axis=1) for x in each)
     as_key = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key))
     return Draws(
-        as_key(pool[0]),
+        as_key(pool),
         as_key(steps),
         noise_from_bits(noise, env.action_space),
         permutations(shuffles.reshape(-1, BITS), rows * env.num_envs),
@@ -325,7 +325,7 @@ def update(
     learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
     minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
     if config.minibatches == "sequences":
-        start = jnp.arange(config.num_steps) * config.num_envs
+        start = jnp.arange(config.num_steps, dtype=order.dtype) * config.num_envs
         minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
     if not config.recompute_advantages:
         samples = _samples(config, steps, advantage, advantage + steps.value)
@@ -339,8 +339,9 @@ def update(
 
 def _samples(config: Config, steps: Transition, advantage: Array, target: Array) -> Minibatch:
     """[T * N, ...] what minibatches are picked from; advantage and target are [T, N]."""
+    weight = sample_weights(steps.valid)
     if config.normalize_advantages == "batch":
-        advantage = normalize_advantages(advantage, steps.valid)
+        advantage = normalize_advantages(advantage, weight)
     samples = Minibatch(
         obs=steps.obs,
         first=steps.first,
@@ -350,7 +351,7 @@ def _samples(config: Config, steps: Transition, advantage: Array, target: Array)
         value=steps.value,
         advantage=advantage,
         target=target,
-        weight=sample_weights(steps.valid),
+        weight=weight,
     )
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
 
@@ -390,10 +391,9 @@ def _update_minibatch(
     """One step of the optimiser, on the samples [T * N, ...] that index [B] picks."""
     config = setup.config
     batch = jax.tree.map(lambda x: x[index], samples)
-    valid = batch.weight > 0
-    batch = batch.replace(weight=sample_weights(valid))
+    batch = batch.replace(weight=sample_weights(batch.weight > 0))
     if config.normalize_advantages == "minibatch":
-        batch = batch.replace(advantage=normalize_advantages(batch.advantage, valid))
+        batch = batch.replace(advantage=normalize_advantages(batch.advantage, batch.weight))
     coef = coefficients(config, hyper, remaining)
     gradients = functools.partial(_gradients, setup, state, learner.params, coef)
     grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
@@ -480,16 +480,17 @@ def summarize(
 ) -> Metrics:
     """The iteration in numbers; advantage [T, N], updates [U]."""
     steps, episodes = data.transitions, data.episodes
-    applied = jax.tree.map(lambda x: masked_mean(x, updates.applied), updates)
-    target_var = masked_var(advantage + steps.value, steps.valid)
-    unexplained = masked_var(advantage, steps.valid) / target_var
+    weight, update_weight = sample_weights(steps.valid), sample_weights(updates.applied)
+    applied = jax.tree.map(lambda x: weighted_mean(x, update_weight), updates)
+    target_var = weighted_var(advantage + steps.value, weight)
+    unexplained = weighted_var(advantage, weight) / target_var
     unit = stats.return_scale(state.return_stats) / hyper.reward_scale
     count = jnp.sum(episodes.ended)
     return Metrics(
         episode_return=jnp.sum(jnp.where(episodes.ended, episodes.score, 0.0)) / count,
         episode_length=jnp.sum(jnp.where(episodes.ended, episodes.length, 0)) / count,
         episodes=count,
-        value_mean=masked_mean(steps.value, steps.valid) * unit,
+        value_mean=weighted_mean(steps.value, weight) * unit,
         policy_loss=applied.losses.policy_loss,
         value_loss=applied.losses.value_loss,
         entropy=applied.losses.entropy,

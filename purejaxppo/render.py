@@ -141,7 +141,7 @@ def _shoot_outside(
         env.prepare()
         key = jax.random.fold_in(jax.random.key(seed), number)
         size = max(max_frames // episodes, 2)
-        roll, stride = _roll(env, step, reset(key), key, stride, size)
+        roll, stride = _roll(env, step, reset(key[None]), key, stride, size)
         rolls.append(roll)
     # In all the same steps between frames, and as many frames.
     rolls = [[roll[n] for n in sorted(roll) if n % stride == 0 or n == max(roll)] for roll in rolls]
@@ -219,13 +219,13 @@ def _play(
         stride: [] steps from one slot to the next.
     """
     each, limit = jnp.arange(env.num_envs), env.max_episode_steps or MAX_STEPS
-    key_reset, key_steps = jax.random.split(key)
+    (key_steps,), key_reset = split_keys(key, env.num_envs)
 
     def step(carry: tuple[Array, PyTree, _Film]) -> tuple[Array, PyTree, _Film]:
         t, states, film = carry
-        key_noise, key_env = jax.random.split(jax.random.fold_in(key_steps, t))
+        (key_noise,), key_env = split_keys(jax.random.fold_in(key_steps, t), env.num_envs)
         action = act(agent, params, obs_stats, states.obs, key_noise if sampled else None)
-        states, _, now = env.step(split_keys(key_env, each.shape), states, action)
+        states, _, now = env.step(key_env, states, action)
         over, t = film.episode.ended, t + 1
         episode = jax.tree.map(lambda a, b: jnp.where(over, a, b), film.episode, now)
         shown = ~over & (now.ended | (t % stride == 0) | (t == limit))

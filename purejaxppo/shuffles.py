@@ -14,7 +14,7 @@ BITS = 2 * _NUM_ROUNDS  # random numbers that a permutation takes
 
 
 def permutations(bits: Array, size: int) -> Array:
-    """[E, size] int32, E permutations of 0 ... size - 1, from uniform uint32 [E, BITS].
+    """[E, size] uint32, E permutations of 0 ... size - 1, from uniform uint32 [E, BITS].
 
     Rounds of an odd factor, a summand and an xor of the low half with the high one, modulo the power
     of two that holds the size: each can be undone, so no two numbers become one. Those that come out
@@ -37,7 +37,7 @@ def permutations(bits: Array, size: int) -> Array:
 
     start = jnp.broadcast_to(jnp.arange(size, dtype=jnp.uint32), (len(bits), size))
     if size == 1 << width:
-        return mix(start).astype(jnp.int32)
+        return mix(start)
     all_of_them = jnp.ones(start.shape, bool)
     order, _ = jax.lax.while_loop(lambda state: jnp.any(state[1]), walk, (start, all_of_them))
-    return order.astype(jnp.int32)
+    return order

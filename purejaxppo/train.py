@@ -294,7 +294,8 @@ def _chunk(
     def body(i: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
         state, metrics = carry
         state, new = ppo.iterate(setup, state, hyper, iterations)
-        return state, jax.tree.map(lambda rows, x: rows.at[i].set(x), metrics, new)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+        return state, jax.tree.map(put, metrics, new)
 
     return jax.lax.fori_loop(0, count, body, (state, blank))
 

@@ -117,7 +117,8 @@ def pendulums():
 
     def play(key, actions):
         key_reset, key_pool, key_steps = jax.random.split(key, 3)
-        start = vector.begin_rollout(key_pool, vector.reset(key_reset))
+        starts = jax.random.split(key_pool, (1, NUM_ENVS))
+        start = vector.begin_rollout(starts, vector.reset(jax.random.split(key_reset, NUM_ENVS)))
         inputs = actions, jax.random.split(key_steps, STEPS)
         return jax.lax.scan(step, start, inputs)[1]
 

@@ -44,7 +44,7 @@ def play(name, actions, seeds=(0,), num_envs=2, **arguments):
             after, timestep, episode = env.step(None, state, action)
             return after, (state, timestep, episode)
 
-        return jax.lax.scan(step, env.reset(key), actions)[1]
+        return jax.lax.scan(step, env.reset(jax.random.split(key, num_envs)), actions)[1]
 
     keys = jax.random.split(jax.random.key(0), axis) if axis else jax.random.key(0)
     actions = jnp.broadcast_to(
@@ -136,7 +136,7 @@ class Late:
     """Two environments of three steps that earn 1 each; then a step that only resets, and lies."""
 
     observation_space, action_space = Box(-9.0, 9.0, (1,)), Discrete(2)
-    max_episode_steps, may_truncate, num_envs, external = None, True, 2, True
+    max_episode_steps, may_truncate, num_envs, external, pool_size = None, True, 2, True, 0
 
     def __init__(self, lie):
         self.lie = lie
@@ -282,7 +282,7 @@ def test_colours_become_small_grey_stacks_where_the_configuration_says_so():
         state, timestep, _ = env.step(None, state, left_and_gas)
         return state, timestep.obs
 
-    program = jit(lambda key: jax.lax.scan(step, env.reset(key), length=60)[1])
+    program = jit(lambda key: jax.lax.scan(step, env.reset(jax.random.split(key, 2)), length=60)[1])
     env.prepare()
     obs = np.asarray(program(jax.random.key(0)))
     assert obs.dtype == np.uint8

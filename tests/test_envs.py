@@ -36,6 +36,10 @@ class Countdown:
         )
 
 
+def keys(seed, *shape):
+    return jax.random.split(jax.random.key(seed), shape)
+
+
 def play(env, steps, key=0, rollouts=1):
     """Observations acted on, time steps, episodes of `rollouts` rollouts, as numpy [T, N]."""
 
@@ -48,20 +52,21 @@ def play(env, steps, key=0, rollouts=1):
 
     @jax.jit
     def rollout(state, key):
-        state = finite_start(env.begin_rollout(key, state))
+        starts = jax.random.split(key, (env.pool_size, env.num_envs))
+        state = finite_start(env.begin_rollout(starts, state))
         state, data = jax.lax.scan(step, state, jax.random.split(key, steps))
         return env.end_rollout(state), data
 
-    state, out = env.reset(jax.random.key(key)), []
+    state, out = env.reset(keys(key, env.num_envs)), []
     for i in range(rollouts):
         state, data = rollout(state, jax.random.key(key + 1 + i))
         out.append(data)
     return jax.tree.map(lambda *x: np.concatenate(x), *out)
 
 
-@pytest.mark.parametrize("mode", ["pool", "fresh"])
-def test_episodes_follow_one_another(mode):
-    obs, timestep, episode = play(Vectorized(Countdown(), 3, mode), steps=40)
+@pytest.mark.parametrize("pool_size", [8, 0])
+def test_episodes_follow_one_another(pool_size):
+    obs, timestep, episode = play(Vectorized(Countdown(), 3, pool_size), steps=40)
     for n in range(3):
         score = length = 0
         for t in range(40):
@@ -118,15 +123,14 @@ def test_a_truncation_without_room_for_its_observation_is_an_end_and_not_valid()
     np.testing.assert_array_equal(declared.truncated, early | over)
 
 
-def starts_of(mode, pool_size, steps=600, num_envs=40):
-    obs, _, episode = play(Vectorized(Countdown(), num_envs, mode, pool_size), steps)
+def starts_of(pool_size, steps=600, num_envs=40):
+    obs, _, episode = play(Vectorized(Countdown(), num_envs, pool_size), steps)
     return obs[1:, :, 0][episode.ended[:-1]]
 
 
 def test_pool_starts_have_the_distribution_of_fresh_ones():
     counts = [
-        np.bincount(starts_of(mode, size).astype(int), minlength=6)[2:]
-        for mode, size in (("fresh", 1), ("pool", 600))
+        np.bincount(starts_of(pool_size).astype(int), minlength=6)[2:] for pool_size in (0, 600)
     ]
     expected = np.sum(counts, 0) / np.sum(counts)
     for count in counts:
@@ -135,8 +139,8 @@ def test_pool_starts_have_the_distribution_of_fresh_ones():
 
 
 def test_pool_entry_is_that_of_the_step_and_the_environment():
-    env = Vectorized(Countdown(highest=1000), 4, "pool", 3)
-    state = env.begin_rollout(jax.random.key(0), env.reset(jax.random.key(1)))
+    env = Vectorized(Countdown(highest=1000), 4, pool_size=3)
+    state = env.begin_rollout(keys(0, 3, 4), env.reset(keys(1, 4)))
     pool = np.asarray(state.pool.obs[..., 0])
     assert len(set(pool.ravel())) > 6  # starts differ between environments and entries
     for t in range(7):
@@ -148,9 +152,9 @@ def test_pool_entry_is_that_of_the_step_and_the_environment():
 
 def test_between_rollouts_there_is_no_pool_and_no_episode_begins():
     """The state that is kept is small; an evaluation steps on and counts first episodes only."""
-    env = Vectorized(Countdown(highest=1000), 4, "pool", 3)
-    state = env.reset(jax.random.key(1))
-    ended = env.end_rollout(env.begin_rollout(jax.random.key(0), state))
+    env = Vectorized(Countdown(highest=1000), 4, pool_size=3)
+    state = env.reset(keys(1, 4))
+    ended = env.end_rollout(env.begin_rollout(keys(0, 3, 4), state))
     assert state.pool is None
     assert ended.pool is None
     last = state.replace(env=jnp.ones_like(state.env))
@@ -160,20 +164,19 @@ def test_between_rollouts_there_is_no_pool_and_no_episode_begins():
 
 
 def test_a_new_pool_is_drawn_for_every_rollout():
-    env = Vectorized(Countdown(highest=1000), 4, "pool", 3)
-    state = env.reset(jax.random.key(1))
-    pools = [env.begin_rollout(jax.random.key(i), state).pool.obs for i in range(2)]
+    env = Vectorized(Countdown(highest=1000), 4, pool_size=3)
+    state = env.reset(keys(1, 4))
+    pools = [env.begin_rollout(keys(i, 3, 4), state).pool.obs for i in range(2)]
     assert (np.asarray(pools[0]) != np.asarray(pools[1])).mean() > 0.9
 
 
-@pytest.mark.parametrize("mode", ["pool", "fresh"])
-def test_state_keeps_its_types(mode):
+@pytest.mark.parametrize("pool_size", [8, 0])
+def test_state_keeps_its_types(pool_size):
     """A state that changes its types, weak ones included, would compile everything twice."""
-    env = Vectorized(Countdown(limit=3), 2, mode)
-    state = jax.eval_shape(env.reset, jax.random.key(0))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
-    begun = jax.eval_shape(env.begin_rollout, jax.random.key(0), state)
-    stepped = jax.eval_shape(env.step, keys, begun, jnp.zeros(2, jnp.int32))[0]
+    env = Vectorized(Countdown(limit=3), 2, pool_size)
+    state = jax.eval_shape(env.reset, keys(0, 2))
+    begun = jax.eval_shape(env.begin_rollout, keys(1, pool_size, 2), state)
+    stepped = jax.eval_shape(env.step, keys(2, 2), begun, jnp.zeros(2, jnp.int32))[0]
     stepped = jax.eval_shape(env.end_rollout, stepped)
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(stepped), strict=True):
         assert (before.shape, before.dtype, before.weak_type) == (
@@ -207,9 +210,9 @@ class Unseen(Countdown):
         return start, jnp.where(start % 2 == 0, jnp.nan, obs)
 
 
-@pytest.mark.parametrize("mode", ["pool", "fresh"])
-def test_a_first_observation_that_is_not_finite_is_zeros(mode):
-    obs, timestep, episode = play(Vectorized(Unseen(), 4, mode), 60)
+@pytest.mark.parametrize("pool_size", [8, 0])
+def test_a_first_observation_that_is_not_finite_is_zeros(pool_size):
+    obs, timestep, episode = play(Vectorized(Unseen(), 4, pool_size), 60)
     assert np.isfinite(obs).all()
     first = obs[1:][episode.ended[:-1]]
     assert {0.0, 3.0, 5.0} == set(first.ravel())
@@ -225,7 +228,7 @@ def test_images_are_bytes_where_their_space_says_so_and_only_there(said, given):
             return jnp.zeros(()), jnp.zeros((4, 4, 3), given)
 
     with pytest.raises(ConfigError, match=r"bytes are declared as uint8, and nothing else"):
-        Vectorized(Camera(), 2).reset(jax.random.key(0))
+        Vectorized(Camera(), 2).reset(keys(0, 2))
 
 
 def test_unknown_name_suggests_the_nearest():

@@ -11,11 +11,11 @@ from purejaxppo.losses import (
     Coefficients,
     Minibatch,
     gae,
-    masked_mean,
-    masked_var,
     normalize_advantages,
     ppo_loss,
     sample_weights,
+    weighted_mean,
+    weighted_var,
 )
 
 INF = np.inf
@@ -128,19 +128,19 @@ def test_gae_names_a_reward_of_a_wrong_rank(shape):
         gae(jnp.zeros(shape), *others, 0.99, 0.95)
 
 
-def test_masked_mean_and_variance():
+def test_weighted_mean_and_variance():
     x = jnp.array([1.0, jnp.nan, 3.0, jnp.inf, 8.0])
-    mask = jnp.array([True, False, True, False, True])
-    assert masked_mean(x, mask) == 4.0
-    np.testing.assert_allclose(masked_var(x, mask), (9 + 1 + 16) / 3, rtol=1e-6)
-    assert masked_mean(x, jnp.zeros(5, bool)) == 0.0
+    weight = sample_weights(jnp.array([True, False, True, False, True]))
+    np.testing.assert_allclose(weighted_mean(x, weight), 4.0, rtol=1e-6)
+    np.testing.assert_allclose(weighted_var(x, weight), (9 + 1 + 16) / 3, rtol=1e-6)
+    assert weighted_mean(x, sample_weights(jnp.zeros(5, bool))) == 0.0
 
 
 def test_normalized_advantages_have_mean_0_and_deviation_1_over_the_valid():
     advantage = np.random.default_rng(0).normal(3.0, 7.0, size=40).astype(np.float32)
     valid = np.arange(40) % 4 != 1
     poisoned = jnp.where(valid, advantage, jnp.nan)
-    normalized = np.asarray(normalize_advantages(poisoned, jnp.asarray(valid)))[valid]
+    normalized = np.asarray(normalize_advantages(poisoned, sample_weights(valid)))[valid]
     expected = (advantage[valid] - advantage[valid].mean()) / advantage[valid].std()
     np.testing.assert_allclose(normalized, expected, rtol=0, atol=1e-5)
 

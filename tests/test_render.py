@@ -163,13 +163,12 @@ def test_returns_are_those_of_a_plain_loop(sampled, tmp_path):
     np.testing.assert_array_equal(returns, play(policy, 2, seed=3, sampled=sampled).score)
     if sampled:
         return
-    key_reset, key_steps = jax.random.split(jax.random.key(3))
-    for number, key in enumerate(jax.random.split(key_reset, 2)):
+    key_steps, *key_reset = jax.random.split(jax.random.key(3), 3)
+    for number, key in enumerate(key_reset):
         state, obs = policy.env.reset(key)
         score, over, t = 0.0, False, 0
         while not over and t < 500:
-            _, key_env = jax.random.split(jax.random.fold_in(key_steps, t))
-            key_step = jax.random.split(key_env, 2)[number]
+            key_step = jax.random.split(jax.random.fold_in(key_steps, t), 3)[1 + number]
             state, step = policy.env.step(key_step, state, jnp.asarray(policy(obs)))
             obs, score, over, t = step.obs, score + float(step.reward), bool(step.terminated), t + 1
         assert returns[number] == score

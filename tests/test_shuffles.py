@@ -17,7 +17,7 @@ def permutations(seed, epochs, size):
 @pytest.mark.parametrize("size", [1, 2, 64, 100, 1025])
 def test_orders_are_permutations(size):
     order = np.asarray(permutations(0, 5, size))
-    assert order.dtype == np.int32
+    assert order.dtype == np.uint32
     np.testing.assert_array_equal(np.sort(order, axis=1), np.tile(np.arange(size), (5, 1)))
     if size >= 64:
         assert len(np.unique(order, axis=0)) == 5

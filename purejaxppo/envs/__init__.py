@@ -238,7 +238,8 @@ def vectorize(
             seeds=tuple(np.random.SeedSequence([seed, use]) for seed in seeds),
         )
     elif episodes is None:
-        vector = Vectorized(env, config.num_envs, config.reset_mode, config.pool_size)
+        reached = min(config.pool_size, config.num_steps)
+        vector = Vectorized(env, config.num_envs, reached if config.reset_mode == "pool" else 0)
     else:
         vector = Vectorized(env, episodes)
     return prepare_images(config, vector)

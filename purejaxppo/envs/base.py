@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import chex
 import jax
@@ -15,7 +15,6 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from purejaxppo.devices import split_keys
 from purejaxppo.spaces import Box, Space
 from purejaxppo.types import Episode, PyTree, TimeStep
 from purejaxppo.values import ConfigError
@@ -76,23 +75,26 @@ class VectorEnvironment(Described, Protocol):
         external: whether they live outside of the program. Such environments reset one step late (the
             step after an end is not valid, and what it acts on is the final observation), and they
             cannot be saved, divided among devices, or called by a program from the cache.
+        pool_size: P, start states of each environment that a rollout begins with; 0 for none.
     """
 
     @property
     def num_envs(self) -> int: ...
     @property
     def external(self) -> bool: ...
+    @property
+    def pool_size(self) -> int: ...
 
     def prepare(self) -> None:
         """To be called on the host before each program that calls `reset`."""
         ...
 
     def reset(self, key: Array) -> Any:
-        """The state at the start of N episodes."""
+        """The state at the start of N episodes; key [N]."""
         ...
 
     def begin_rollout(self, key: Array, state: Any) -> Any:
-        """Draws what a rollout needs, such as start states; an evaluation steps without it."""
+        """Draws what a rollout needs, as start states, key [P, N]; an evaluation steps without it."""
         ...
 
     def end_rollout(self, state: Any) -> Any:
@@ -127,21 +129,19 @@ class Vectorized:
     """A VectorEnvironment of N copies of an Environment; equal where these are the same object.
 
     Attributes:
-        reset_mode: "fresh" resets every environment at every step and keeps what is needed: exact
-            and dear. "pool" draws P start states an environment at the start of a rollout; the
-            one that ends at step t continues from entry t % P. Between rollouts there is no pool,
-            and an environment whose episode has ended is stepped on.
-        pool_size: P.
+        pool_size: P. The start states of an environment are drawn at the start of a rollout; where
+            its episode ends at step t it continues from entry t % P. Between rollouts there is no
+            pool, and an environment whose episode has ended is stepped on. With P = 0 every
+            environment is reset at every step, and what is needed kept: exact and dear.
     """
 
     env: Environment
     num_envs: int
-    reset_mode: Literal["pool", "fresh"] = "pool"
     pool_size: int = 8
     external = False
 
-    def _identity(self) -> tuple[Any, ...]:
-        return id(self.env), self.num_envs, self.reset_mode, self.pool_size
+    def _identity(self) -> tuple[int, ...]:
+        return id(self.env), self.num_envs, self.pool_size
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vectorized) and self._identity() == other._identity()
@@ -169,18 +169,18 @@ class Vectorized:
         """Nothing: it is all in the state."""
 
     def reset(self, key: Array) -> VectorState:
-        """The state at the start of N episodes; consumes key."""
-        starts = self._draw(key, (self.num_envs,))
+        """The state at the start of N episodes; key [N], each consumed."""
+        starts = self._draw(key)
         zeros = jnp.zeros(self.num_envs)
         return VectorState(
             starts.state, starts.obs, zeros, zeros.astype(jnp.int32), None, jnp.zeros((), jnp.int32)
         )
 
     def begin_rollout(self, key: Array, state: VectorState) -> VectorState:
-        """Draws the pool of start states; consumes key."""
-        if self.reset_mode == "fresh":
+        """Draws the pool of start states; key [P, N], each consumed."""
+        if not self.pool_size:
             return state
-        pool = self._draw(key, (self.pool_size, self.num_envs))
+        pool = self._draw(key)
         return state.replace(pool=pool, pool_index=jnp.zeros((), jnp.int32))
 
     def end_rollout(self, state: VectorState) -> VectorState:
@@ -200,9 +200,8 @@ class Vectorized:
             action: [N, A...], flat where the action space is a Box.
         """
         action = action.reshape(self.num_envs, *self.action_space.shape)
-        fresh = self.reset_mode == "fresh"
         key_step, key_reset = key, key
-        if fresh:
+        if not self.pool_size:
             key_step, key_reset = jnp.moveaxis(jax.vmap(jax.random.split)(key), 1, 0)
         env, raw = jax.vmap(self.env.step)(key_step, self._filled(state.env), action)
         env = _without_empty(env)
@@ -216,17 +215,20 @@ class Vectorized:
             Starts(env, timestep.obs),
             Starts(state.env, state.obs),
         )
-        if fresh:
-            start = Starts(*jax.vmap(self._start)(key_reset))
+        pool_index = state.pool_index
+        if not self.pool_size:
+            start = self._draw(key_reset)
         elif state.pool is not None:
-            start = jax.tree.map(lambda x: x[state.pool_index], state.pool)
+            pick = jax.lax.dynamic_index_in_dim
+            start = jax.tree.map(lambda x: pick(x, pool_index, keepdims=False), state.pool)
+            pool_index = (pool_index + 1) % self.pool_size
         after = VectorState(
             env=_select(ended, start.state, env),
             obs=_select(ended, _finite_or_zeros(start.obs), timestep.obs),
             score=jnp.where(ended, 0.0, score),
             length=jnp.where(ended, 0, length),
             pool=state.pool,
-            pool_index=(state.pool_index + 1) % self.pool_size,
+            pool_index=pool_index,
         )
         return after, timestep, Episode(ended, score, length)
 
@@ -252,12 +254,12 @@ class Vectorized:
 
         return jax.tree.map(fill, self._shapes, state)
 
-    def _draw(self, key: Array, shape: tuple[int, ...]) -> Starts:
-        """Start states [*shape, ...], the last axis being environments; consumes key."""
+    def _draw(self, key: Array) -> Starts:
+        """Start states [P, N, ...] or [N, ...], one for each key, which it consumes."""
         start = self._start
-        for _ in shape:
+        for _ in key.shape:
             start = jax.vmap(start)
-        return Starts(*start(split_keys(key, shape)))
+        return Starts(*start(key))
 
     def _cast(self, obs: Array) -> Array:
         """Bytes as they are, other integers as int32, everything else as float32."""

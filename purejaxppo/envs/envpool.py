@@ -71,6 +71,7 @@ class EnvPool:
     seeds: tuple[np.random.SeedSequence, ...] = ()
     may_truncate: bool = True
     external: bool = True
+    pool_size: int = 0
 
     @functools.cached_property
     @_its_own_way()
@@ -113,9 +114,9 @@ class EnvPool:
         self._pool.async_reset()
 
     def reset(self, key: Array) -> PoolState:
-        """The first observations. Chance is the pool's own: key only says over what runs are vmapped."""
+        """The first observations. Chance is the pool's own: key [N] only says over what runs are vmapped."""
         handle, first, _ = self._calls
-        nothing = jnp.zeros(self.num_envs) * jax.random.key_data(key)[0]
+        nothing = jnp.zeros(self.num_envs) * jax.random.key_data(key)[:, 0]
         handle, (timestep, _) = first(jnp.asarray(handle), nothing)
         zeros = jnp.zeros(self.num_envs)
         return PoolState(handle, timestep.obs, zeros, zeros.astype(jnp.int32), zeros.astype(bool))

@@ -78,17 +78,21 @@ class Images:
     def external(self) -> bool:
         return self.env.external
 
+    @property
+    def pool_size(self) -> int:
+        return self.env.pool_size
+
     def prepare(self) -> None:
         """See `VectorEnvironment`."""
         self.env.prepare()
 
     def reset(self, key: Array) -> ImagesState:
-        """The state at the start of N episodes; consumes key."""
+        """The state at the start of N episodes; key [N], each consumed."""
         state = self.env.reset(key)
         return ImagesState(state, self._start(state.obs))
 
     def begin_rollout(self, key: Array, state: ImagesState) -> ImagesState:
-        """See `VectorEnvironment`; consumes key."""
+        """See `VectorEnvironment`; key [P, N], each consumed."""
         return state.replace(env=self.env.begin_rollout(key, state.env))
 
     def end_rollout(self, state: ImagesState) -> ImagesState:

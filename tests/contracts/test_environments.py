@@ -111,8 +111,8 @@ def test_contract(name, env_args):
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def rollout(key):
-        state = vector.reset(key)
-        start = vector.begin_rollout(key, state)
+        state = vector.reset(jax.random.split(key, NUM_ENVS))
+        start = vector.begin_rollout(jax.random.split(key, (vector.pool_size, NUM_ENVS)), state)
         end, data = jax.lax.scan(step, start, (actions, jax.random.split(key, STEPS)))
         return state, vector.end_rollout(end), data
 
@@ -207,6 +207,6 @@ def test_fresh_resets_train_too():
     config = type(settings.config)(
         **vars(settings.config) | {"reset_mode": "fresh", "total_timesteps": 64, "num_steps": 8}
     )
-    assert make_setup(config).env.reset(jax.random.key(0)).pool is None
+    assert make_setup(config).env.pool_size == 0
     state, _ = jax.jit(make_train(config))(jax.random.key(0), settings.hyper)
     assert int(state.iteration) >= 1
