@@ -46,16 +46,13 @@ class Config:
     num_minibatches: int = 4
     """Minibatches in a pass; num_envs * num_steps must be a multiple."""
     microbatch_size: int | None = None
-    """Most samples of a minibatch whose gradients are computed at a time, and then averaged, in equal
-    parts: takes less memory. By default all, or on a CPU as many as fit its cache where there are convolutions."""
+    """Most samples whose gradients are computed at a time; by default a minibatch, of images what a CPU's cache holds."""
     minibatches: Literal["samples", "sequences"] = "samples"
     """Minibatches of single samples, or of whole rollouts of some of the environments."""
     cnn_layers: CnnLayers | None = None
-    """Convolutions, features x kernel x stride of each, or nature, minatar, flat (for none). By
-    default those that fit the observations."""
+    """Convolutions, features x kernel x stride of each, or nature, minatar, flat (none); by default what fits."""
     torso_layers: tuple[int, ...] | None = None
-    """Widths of the dense layers before policy and value part; by default 64,64, and after
-    convolutions 512 or, of small images, 128."""
+    """Widths of the dense layers of a torso; by default 64,64, after convolutions 512 or, of small images, 128."""
     policy_layers: tuple[int, ...] = ()
     """Widths of further layers of the policy."""
     value_layers: tuple[int, ...] = ()
@@ -65,8 +62,7 @@ class Config:
     activation: str | None = None
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"
-    """How a convolution is computed: patches, by a product of them; xla, by XLA's own; auto, as the
-    latter on accelerators, on CPUs as the former or, of many channels, by Winograd's filters."""
+    """How convolutions are computed: by products of patches, by XLA's own, or as is fastest on the device."""
     action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
     """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
     log_std: Literal["parameter", "state"] = "parameter"
@@ -152,8 +148,7 @@ class RunOptions:
     num_seeds: int = 1
     """Runs of every setting, one seed each."""
     eval_every: int | None = None
-    """Environment steps between evaluations, rounded up to whole iterations, 0 for one at the end; 20 in
-    a training by default."""
+    """Environment steps between evaluations, in whole iterations; 0 for one at the end. By default a training has 20."""
     eval_sampled: bool = False
     """Evaluate with sampled actions instead of the most likely ones."""
     eval_episodes: int = 128
@@ -177,11 +172,9 @@ class RunOptions:
     keep: int = 2
     """Latest checkpoints that are kept; 0 for none at all."""
     runs_per_block: Literal["auto"] | int = "auto"
-    """Runs vmapped together on a device at a time. auto: what a core's cache holds on a CPU, at most 8,
-    and all on an accelerator, or as many as there is memory for."""
+    """Runs vmapped at a time on a device. auto: on a CPU what a core's cache holds, up to 8; else what fits in memory."""
     memory_limit: str | None = None
-    """Memory to stay below, as 8GiB: of each accelerator, or of a process that runs on CPUs. By
-    default what is free."""
+    """Memory to stay below, as 8GiB, of each accelerator or of a process on CPUs; by default what is free."""
     shard: Literal["runs", "environments"] = "runs"
     """What devices divide: runs, or the environments of each run."""
     distributed: bool = False
@@ -199,8 +192,7 @@ class RunOptions:
     deterministic: bool = False
     """Ask XLA for deterministic operations on a GPU, where this has never been run; CPUs need none."""
     compile_effort: Literal["auto", "quick", "full"] = "auto"
-    """On a CPU: full for programs that run fast; quick for slower ones, in a fraction of the time; auto,
-    as the latter where a training is so short that it ends sooner."""
+    """On a CPU: full, for programs that run fast; quick, to have them sooner; auto, what ends a training first."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
 
@@ -297,9 +289,20 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's own lets the last of several values win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"{name} is there more than once")
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:  # of a date that there is not, or of bytes

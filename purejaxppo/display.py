@@ -116,7 +116,7 @@ class Display:
         if len(settings) > 1:
             self.ranking([(describe(setting["swept"]), setting) for setting in settings])
         elif evaluation["return_per_run"]:
-            self._evaluation(evaluation, [run.seed for run in runs])
+            self._evaluation(evaluation, runs, summary["diverged_runs"])
         self._console.print(
             f"{summary['env_steps']:,} steps a run ({summary['steps_per_second']:,.0f} steps/s over "
             f"all runs); it took {summary['wall_seconds']:.1f} s, "
@@ -135,15 +135,16 @@ class Display:
         if len(runs) > _SHOWN:
             self._console.print(f"[bold red]{what}[/bold red]: {len(runs) - _SHOWN} more")
 
-    def _evaluation(self, evaluation: dict[str, Any], seeds: list[int]) -> None:
+    def _evaluation(self, evaluation: dict[str, Any], runs: list[Run], diverged: list[int]) -> None:
         table = Table(title=f"evaluation, {evaluation['episodes']} episodes a run")
         for column in ("seed", "return", "std"):
             table.add_column(column, justify="right")
         means, stds = evaluation["return_per_run"], evaluation["return_std_per_run"]
-        for seed, mean, std in list(zip(seeds, means, stds, strict=True))[:_SHOWN]:
-            cells = [f"{mean:.2f}", f"{std:.2f}"] if np.isfinite(mean) else ["no episode ended", ""]
-            table.add_row(str(seed), *cells)
-        self._print(table, len(seeds))
+        for run, mean, std in list(zip(runs, means, stds, strict=True))[:_SHOWN]:
+            why_none = "diverged" if run.number in diverged else "no episode ended"
+            cells = [f"{mean:.2f}", f"{std:.2f}"] if np.isfinite(mean) else [why_none, ""]
+            table.add_row(str(run.seed), *cells)
+        self._print(table, len(runs))
         finite = np.array([mean for mean in means if np.isfinite(mean)])
         if len(finite) > 1:
             low, high = bootstrap_interval(finite)

@@ -334,7 +334,7 @@ def test_no_evaluation(tmp_path):
         ("--num-envs 3 --num-steps 8 --minibatches sequences", "as --minibatches sequences needs"),
         ("--reward-scale 0", "--reward-scale 0.0: must be above 0"),
         ("--normalize-rewards --reward-scale 2", "--normalize-rewards scales rewards already"),
-        ("--backend spring", "CartPole-v1 has no argument 'backend'"),
+        ("--backend spring", "--backend: CartPole-v1 has no argument 'backend'"),
         ("--env swimmer --backend mjx", "--backend mjx: brax/swimmer runs on generalized"),
         ("--env brax/antt", "unknown environment 'brax/antt'; did you mean brax/ant"),
         ("--reset-mode fresh --pool-size 3", "there is no pool with --reset-mode fresh"),
@@ -382,11 +382,13 @@ def test_all_runs_diverged(tmp_path, capsys):
     path = tmp_path / "run"
     status = train(
         "--env", "Pendulum-v1", "--total-timesteps", "96", "--learning-rate", "1e38",
-        "--max-grad-norm", "1e38", "--run-dir", str(path), "--eval-episodes", "0",
+        "--max-grad-norm", "1e38", "--run-dir", str(path), "--eval-episodes", "4",
     )  # fmt: skip
     assert status == 1
     assert json.loads((path / "summary.json").read_text())["diverged_runs"] == [0]
-    assert "diverged: run 0, seed 0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "diverged: run 0, seed 0" in shown
+    assert "0 │ diverged │" in shown
 
 
 def test_an_unusual_environment_is_trained_and_evaluated(tmp_path, capsys):
