@@ -165,7 +165,11 @@ class Memory:
 
 
 def memory_for_arrays(limit: str | None) -> Memory:
-    """What is free, or what a limit leaves: of each accelerator, or of each process on CPUs."""
+    """What is free, or what a limit leaves: of each accelerator, or of each process on CPUs.
+
+    Raises:
+        ConfigError: the limit leaves nothing.
+    """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         size = parse_bytes(limit) - resident_bytes() if limit else _available_bytes()
@@ -173,6 +177,9 @@ def memory_for_arrays(limit: str | None) -> Memory:
         stats = device.memory_stats() or {}
         size = parse_bytes(limit) if limit else stats.get("bytes_limit", 2**62)
     (negative,) = agree(-max(0, size))  # all processes must plan the same
+    if limit and not negative:
+        taken = gib(resident_bytes())
+        raise ConfigError(f"--memory-limit {limit}: this process has {taken} before it trains")
     return Memory(-int(negative), per_device=device.platform != "cpu")
 
 
