@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from purejaxppo.policy import Policy, load_policy
     from purejaxppo.train import make_train, stack_hypers
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Config",
@@ -28,13 +29,18 @@ __all__ = [
     "register",
     "stack_hypers",
 ]
+_HOMES = ("config", "envs", "policy", "train")
 
 
 def __getattr__(name: str) -> Any:
-    """A public name or its module, imported when it is asked for: the commands begin without JAX."""
-    for home in ("config", "envs", "policy", "train"):
-        if name in (home, *__all__):
-            module = importlib.import_module(f"purejaxppo.{home}")
-            if name == home or hasattr(module, name):
-                return getattr(module, name, module)
+    """A public name or a module, imported when it is asked for: the commands begin without JAX."""
+    if name in __all__:
+        homes = (importlib.import_module(f"purejaxppo.{home}") for home in _HOMES)
+        return next(getattr(home, name) for home in homes if hasattr(home, name))
+    if importlib.util.find_spec(f"purejaxppo.{name}"):
+        return importlib.import_module(f"purejaxppo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -46,7 +46,7 @@ class Config:
     num_minibatches: int = 4
     """Minibatches in a pass; num_envs * num_steps must be a multiple."""
     microbatch_size: int | None = None
-    """Most samples whose gradients are computed at a time; by default a minibatch, of images what a CPU's cache holds."""
+    """Most samples whose gradients are computed at a time; by default a minibatch, of images on a CPU what its cache holds."""
     minibatches: Literal["samples", "sequences"] = "samples"
     """Minibatches of single samples, or of whole rollouts of some of the environments."""
     cnn_layers: CnnLayers | None = None
@@ -192,7 +192,7 @@ class RunOptions:
     deterministic: bool = False
     """Ask XLA for deterministic operations on a GPU, where this has never been run; CPUs need none."""
     compile_effort: Literal["auto", "quick", "full"] = "auto"
-    """On a CPU: full, for programs that run fast; quick, to have them sooner; auto, what ends a training first."""
+    """On a CPU: full, for programs that run fast; quick, to have them sooner; auto, whichever ends the training sooner."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
 
@@ -294,9 +294,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise yaml.YAMLError(f"{name} is there more than once")
+        for i, (key, _) in enumerate(node.value):
+            if key.value in names[:i]:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"{key.value} is there again in line {line}")
         return super().construct_mapping(node, deep)
 
 

@@ -18,6 +18,11 @@ from purejaxppo.types import Episode, PyTree
 MAX_STEPS = 10_000
 
 
+def key_of(seed: int, number: int = 0) -> Array:
+    """The key of a set of episodes: none of those that a training with this seed makes of its own."""
+    return jax.random.fold_in(jax.random.key(seed), 2**32 - 1 - number)
+
+
 class _Progress(struct.PyTreeNode):
     t: Array  # []
     env_state: PyTree

@@ -105,7 +105,7 @@ def sample_weights(mask: Array) -> Array:
 
 
 def weighted_mean(x: Array, weight: Array) -> Array:
-    """[] mean of x with `sample_weights`, on all devices; 0 where all are. Both of one shape."""
+    """[] mean of x with `sample_weights`, on all devices; 0 where all weights are. Both of one shape."""
     return mean_over_devices(_own_mean(x, weight))
 
 

@@ -168,7 +168,7 @@ def memory_for_arrays(limit: str | None) -> Memory:
     """What is free, or what a limit leaves: of each accelerator, or of each process on CPUs.
 
     Raises:
-        ConfigError: the limit leaves nothing.
+        ConfigError: the limit leaves nothing to a process on CPUs.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
@@ -177,9 +177,9 @@ def memory_for_arrays(limit: str | None) -> Memory:
         stats = device.memory_stats() or {}
         size = parse_bytes(limit) if limit else stats.get("bytes_limit", 2**62)
     (negative,) = agree(-max(0, size))  # all processes must plan the same
-    if limit and not negative:
+    if limit and not negative and device.platform == "cpu":
         taken = gib(resident_bytes())
-        raise ConfigError(f"--memory-limit {limit}: this process has {taken} before it trains")
+        raise ConfigError(f"--memory-limit {limit}: a process has {taken} before it trains")
     return Memory(-int(negative), per_device=device.platform != "cpu")
 
 

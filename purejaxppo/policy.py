@@ -17,7 +17,7 @@ from purejaxppo.checkpoint import finite
 from purejaxppo.config import Config
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs.base import Environment
-from purejaxppo.evaluate import evaluate
+from purejaxppo.evaluate import evaluate, key_of
 from purejaxppo.rundir import RunDirectory
 from purejaxppo.stats import Moments
 from purejaxppo.sweep import Run
@@ -172,7 +172,7 @@ def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) ->
     rounds = []
     for number in range(-(-episodes // size)):
         env.prepare()
-        key = jax.random.fold_in(jax.random.key(seed), number) if number else jax.random.key(seed)
+        key = key_of(seed, number)
         played = _evaluate(env, policy.agent, policy.params, policy.obs_stats, key, sampled)
         rounds.append(jax.device_get(played))  # before the environments begin anew
     return jax.tree.map(lambda *x: np.concatenate(x)[:episodes], *rounds)

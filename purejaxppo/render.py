@@ -27,7 +27,7 @@ from purejaxppo.agent import Agent, is_bytes
 from purejaxppo.devices import split_keys
 from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState
 from purejaxppo.envs.images import Images, of_environment
-from purejaxppo.evaluate import MAX_STEPS
+from purejaxppo.evaluate import MAX_STEPS, key_of
 from purejaxppo.policy import Policy, act
 from purejaxppo.sketches import INK, PAPER, Sketch, sketch_of
 from purejaxppo.stats import Moments
@@ -139,7 +139,7 @@ def _shoot_outside(
     rolls = []
     for number in range(episodes):
         env.prepare()
-        key = jax.random.fold_in(jax.random.key(seed), number)
+        key = key_of(seed, number)
         size = max(max_frames // episodes, 2)
         roll, stride = _roll(env, step, reset(key[None]), key, stride, size)
         rolls.append(roll)
@@ -185,7 +185,7 @@ def _shoot(
     stride = _pace(sketch)
     limit = env.max_episode_steps or MAX_STEPS
     size = min(max(max_frames // episodes, 2), -(-limit // stride) + 1)
-    key = jax.random.key(seed)
+    key = key_of(seed)
     static = (env, policy.agent, sketch.sees, size, sampled)
     film = _play(*static, policy.params, policy.obs_stats, key, stride)
     needed = -(-int(film.episode.length.max()) // (size - 1))

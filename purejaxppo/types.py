@@ -66,7 +66,7 @@ class TrainState(struct.PyTreeNode):
     env_state: PyTree
     first: Array  # [N] bool: the observation to act on begins an episode
     carry: PyTree  # a recurrent torso's memory, () without one
-    key: Array  # [] the run's key; iteration i uses fold_in(key, i)
+    key: Array  # [] made of the run's key; iteration i uses fold_in(key, i)
     iteration: Array  # [] int32
 
 

@@ -203,7 +203,7 @@ def check_arguments(env: str, arguments: Iterable[str], known: Iterable[str]) ->
     known = sorted(known)
     for argument in arguments:
         if argument not in known:
-            option = "--backend" if argument == "backend" else "--env-args"
+            option = "--backend or --env-args" if argument == "backend" else "--env-args"
             raise ConfigError(
                 f"{option}: {env} has no argument {argument!r}{suggest(argument, known)} "
                 f"(it has {', '.join(known)})"

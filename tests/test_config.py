@@ -169,7 +169,7 @@ def test_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"broken.yaml: not YAML: month must be"):
         load_settings(file=broken)
     broken.write_text("gamma: 0.9\nseed: 1\ngamma: 0.99")
-    with pytest.raises(ConfigError, match=r"broken.yaml: not YAML: gamma is there more than once"):
+    with pytest.raises(ConfigError, match=r"broken.yaml: not YAML: gamma is there again in line 3"):
         load_settings(file=broken)
     broken.write_text("env_args: {start: 2024-12-01}")
     with pytest.raises(

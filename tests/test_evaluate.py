@@ -8,10 +8,11 @@ import numpy as np
 from probes import Clock
 
 from purejaxppo import evaluate as evaluate_module
-from purejaxppo import stats
+from purejaxppo import ppo, stats
 from purejaxppo.config import Config, Hyper
+from purejaxppo.devices import split_keys
 from purejaxppo.envs.base import Vectorized
-from purejaxppo.evaluate import evaluate
+from purejaxppo.evaluate import evaluate, key_of
 from purejaxppo.train import make_setup
 
 
@@ -93,3 +94,11 @@ def test_an_evaluation_gives_up_an_episode_without_end(monkeypatch):
     result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
     np.testing.assert_array_equal(result.ended, np.arange(1, 10) <= 6)
     np.testing.assert_array_equal(result.length, np.minimum(np.arange(1, 10), 6))
+
+
+def test_episodes_begin_otherwise_than_a_training_with_their_seed():
+    setup = make_setup(Config(num_envs=64))
+    trained = ppo.init(setup, jax.random.key(0), Hyper()).env_state.obs
+    _, keys = split_keys(key_of(0), setup.env.num_envs)
+    begun = setup.env.reset(keys).obs
+    assert not (np.asarray(trained)[:, None] == np.asarray(begun)).all(-1).any()

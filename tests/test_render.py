@@ -14,6 +14,7 @@ from PIL import Image, ImageColor
 
 from purejaxppo import envs, render, sketches
 from purejaxppo.config import Config, Hyper
+from purejaxppo.evaluate import key_of
 from purejaxppo.policy import Policy, play
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.sweep import Run, Setting
@@ -163,7 +164,7 @@ def test_returns_are_those_of_a_plain_loop(sampled, tmp_path):
     np.testing.assert_array_equal(returns, play(policy, 2, seed=3, sampled=sampled).score)
     if sampled:
         return
-    key_steps, *key_reset = jax.random.split(jax.random.key(3), 3)
+    key_steps, *key_reset = jax.random.split(key_of(3), 3)
     for number, key in enumerate(key_reset):
         state, obs = policy.env.reset(key)
         score, over, t = 0.0, False, 0

@@ -104,7 +104,7 @@ def test_the_number_of_devices_does_not_change_the_bits(trained, num_devices, pa
 
 
 def test_the_number_of_devices_does_not_change_the_bits_of_a_block(in_pairs):
-    """On several: on one alone XLA adds the returns of runs that are vmapped in another order."""
+    """On several: on one alone XLA adds returns, which scale rewards, of vmapped runs in another order."""
     plans = (Plan(num_runs=3, num_devices=n, block=2) for n in (2, 4))
     on_two, on_four = (Sweep(plan).train(SEEDS, HYPERS) for plan in plans)
     chex.assert_trees_all_equal(on_two, on_four)

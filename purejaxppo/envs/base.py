@@ -94,7 +94,7 @@ class VectorEnvironment(Described, Protocol):
         ...
 
     def begin_rollout(self, key: Array, state: Any) -> Any:
-        """Draws what a rollout needs, as start states, key [P, N]; an evaluation steps without it."""
+        """Draws what a rollout needs, such as start states; key [P, N]. An evaluation does without."""
         ...
 
     def end_rollout(self, state: Any) -> Any:
@@ -170,6 +170,7 @@ class Vectorized:
 
     def reset(self, key: Array) -> VectorState:
         """The state at the start of N episodes; key [N], each consumed."""
+        chex.assert_shape(key, (self.num_envs,), custom_message="key of reset")
         starts = self._draw(key)
         zeros = jnp.zeros(self.num_envs)
         return VectorState(
@@ -180,6 +181,8 @@ class Vectorized:
         """Draws the pool of start states; key [P, N], each consumed."""
         if not self.pool_size:
             return state
+        expected = self.pool_size, self.num_envs
+        chex.assert_shape(key, expected, custom_message="key of begin_rollout")
         pool = self._draw(key)
         return state.replace(pool=pool, pool_index=jnp.zeros((), jnp.int32))
 
