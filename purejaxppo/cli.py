@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import tyro
 
-from purejaxppo import envs, report, rundir, values
+from purejaxppo import __version__, envs, report, rundir, values
 from purejaxppo.config import Settings, shipped_config
 from purejaxppo.convolutions import CnnLayers
 from purejaxppo.display import Display
@@ -88,8 +88,9 @@ def main(arguments: list[str]) -> int:
     usage = (
         f"usage: purejaxppo {{{','.join(commands)}}} [options]; --help after a command explains it"
     )
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(usage)
+    answers = {"-h": usage, "--help": usage, "--version": f"purejaxppo {__version__}"}
+    if arguments and arguments[0] in answers:
+        print(answers[arguments[0]])
         return 0
     if arguments:
         name = arguments[0]

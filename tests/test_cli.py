@@ -16,6 +16,7 @@ import probes
 import pytest
 import yaml
 
+import purejaxppo
 from purejaxppo import cli, envs, host, machine, program, report, run
 from purejaxppo.display import Display
 from purejaxppo.envs import load_settings
@@ -582,6 +583,8 @@ def test_console_script(capsys):
     assert "MNISTBandit-bsuite" in shown
     assert run_main("--help") == 0
     assert "train" in capsys.readouterr().out
+    assert run_main("--version") == 0
+    assert capsys.readouterr().out == f"purejaxppo {purejaxppo.__version__}\n"
     assert run_main() == 2
     assert run_main("trian") == 2
     assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
