@@ -88,6 +88,14 @@ class Agent:
         output: Any = self.network.apply({"params": params}, features, carry, first)
         return AgentOutput(self._policy(output), output.value, output.carry)
 
+    def value(
+        self, params: Any, obs_stats: stats.Moments | None, obs: Array, carry: Any, first: Array
+    ) -> Any:
+        """[...] the value that `apply` gives, alone."""
+        features = self._features(obs_stats, obs)
+        method = self.network.value_alone
+        return self.network.apply({"params": params}, features, carry, first, method=method)
+
     def _features(self, obs_stats: stats.Moments | None, obs: Array) -> Array:
         """[..., F] float32, or images [..., H, W, C] where the network has convolutions.
 

@@ -113,9 +113,9 @@ class ActorCritic(nn.Module):
     def __call__(self, x: Array, carry: Any, first: Array) -> NetworkOutput:
         """X [..., F] or images [..., H, W, C], carry and first [...] for torsos with memory."""
         del first  # there is no memory to clear
-        features = self.torso(x) if self.shared_torso else x
+        features = self._features(x)
         policy = self.policy(features)
-        value = self.value_head(self.value(features)).squeeze(-1)
+        value = self._value(features)
         mean = self.policy_head(policy)
         log_std = None
         if self.log_std == "parameter":
@@ -123,6 +123,17 @@ class ActorCritic(nn.Module):
         elif self.log_std == "state":
             log_std = jnp.clip(self.log_std_head(policy), -20.0, 2.0)
         return NetworkOutput(mean, log_std, value, carry)
+
+    def value_alone(self, x: Array, carry: Any, first: Array) -> Array:
+        """[...] the value that `__call__` gives; the policy need not be traced for it."""
+        del carry, first
+        return self._value(self._features(x))
+
+    def _features(self, x: Array) -> Array:
+        return self.torso(x) if self.shared_torso else x
+
+    def _value(self, features: Array) -> Array:
+        return self.value_head(self.value(features)).squeeze(-1)
 
 
 def init_params(

@@ -259,7 +259,7 @@ def _num_parts(setup: Setup) -> int:
 def _value(setup: Setup, state: TrainState, seen: tuple[Array, Array]) -> Array:
     """[B] of observations [B, ...], and whether they begin an episode [B]."""
     obs, first = seen
-    return setup.agent.apply(state.params, state.obs_stats, obs, state.carry, first).value
+    return setup.agent.value(state.params, state.obs_stats, obs, state.carry, first)
 
 
 def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> Array:

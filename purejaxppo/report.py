@@ -332,7 +332,8 @@ def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
             _draw_curve(axes, result.curve, result.name, "-")
     runs = {result.curve.returns.shape[1] for result in ranked}
     of = f", IQM of {span(runs)} runs with 95% interval" if max(runs) > 1 else ""
-    axes.set(title=title, xlabel="environment steps", ylabel=f"episode return{of}")
+    axes.set(xlabel="environment steps", ylabel=f"episode return{of}")
+    axes.set_title(title, y=1.0)  # or all ticks are measured to find a place for it
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize="small")
