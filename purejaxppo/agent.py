@@ -90,11 +90,11 @@ class Agent:
 
     def value(
         self, params: Any, obs_stats: stats.Moments | None, obs: Array, carry: Any, first: Array
-    ) -> Any:
+    ) -> Array:
         """[...] the value that `apply` gives, alone."""
-        features = self._features(obs_stats, obs)
-        method = self.network.value_alone
-        return self.network.apply({"params": params}, features, carry, first, method=method)
+        features, method = self._features(obs_stats, obs), self.network.value_alone
+        value: Any = self.network.apply({"params": params}, features, carry, first, method=method)
+        return value
 
     def _features(self, obs_stats: stats.Moments | None, obs: Array) -> Array:
         """[..., F] float32, or images [..., H, W, C] where the network has convolutions.

@@ -62,7 +62,7 @@ class Config:
     activation: str | None = None
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"
-    """How convolutions are computed: by products of patches, by XLA's own, or as is fastest on the device."""
+    """patches: by products of them; xla: by XLA's own convolution; auto: xla on accelerators, on CPUs what is fastest."""
     action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
     """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
     log_std: Literal["parameter", "state"] = "parameter"
@@ -293,6 +293,7 @@ class _Loader(yaml.SafeLoader):
     """YAML's own lets the last of several values win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node; raises yaml.YAMLError where a key is there twice."""
         names = [key.value for key, _ in node.value]
         for i, (key, _) in enumerate(node.value):
             if key.value in names[:i]:

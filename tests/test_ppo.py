@@ -260,8 +260,8 @@ def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):
             np.testing.assert_allclose(advantage[epoch, minibatch], expected, atol=1e-5)
             np.testing.assert_allclose(target[epoch, minibatch], expected + value, atol=1e-5)
     assert np.ptp(advantage[:, 0], axis=0).min() > 0.01
-    moved = jax.tree.map(lambda x: x + 0.6, state.params)
-    chex.assert_trees_all_close(learner.params, moved, atol=1e-6)
+    for moved in jax.tree.leaves(jax.tree.map(jnp.subtract, learner.params, state.params)):
+        np.testing.assert_allclose(moved, 0.6, rtol=1e-6)
 
 
 def test_the_return_trace_follows_the_gamma_of_the_run():
@@ -479,13 +479,16 @@ def test_a_minibatch_may_be_learnt_from_in_parts(experience, size):
     # Parts differ in how many steps are valid, and each step weighs the same all the same.
     valid = np.random.default_rng(0).random((8, 8)) < np.linspace(0.2, 1, 8)
     data = data.replace(transitions=data.transitions.replace(valid=jnp.asarray(valid)))
+    hyper = hyper.replace(
+        adam_eps=1e-3
+    )  # where a gradient is rounding alone, it makes no step of it
     experience = setup, state, data, advantage, hyper
     whole, expected, _ = run_update(experience, hyper)
     parts, metrics, _ = run_update(experience, hyper, microbatch_size=size)
     config = dataclasses.replace(setup.config, microbatch_size=size)
     assert ppo.num_microbatches(setup._replace(config=config)) == {1: 32, 5: 8, 8: 4}[size]
-    # Adam makes of rounding errors what is still a small part of its steps of 0.02.
-    chex.assert_trees_all_close(parts.params, whole.params, rtol=1e-4, atol=2e-3)
+    # Adam makes of rounding errors what is still far below its step of 0.02.
+    chex.assert_trees_all_close(parts.params, whole.params, rtol=1e-4, atol=2e-4)
     chex.assert_trees_all_close(metrics, expected, rtol=1e-3, atol=1e-4)
 
 
