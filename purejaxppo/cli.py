@@ -225,28 +225,27 @@ def report_command(arguments: list[str]) -> int:
     """Draws the plots of run directories again, from their tables, and compares several."""
     parser = argparse.ArgumentParser(prog="purejaxppo report", description=report_command.__doc__)
     parser.add_argument("run_dir", nargs="+", type=Path, help="may be one that is still training")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("comparison.png"),
-        help="plot of a comparison (%(default)s)",
-    )
+    help_ = "plot of all of them together (comparison.png, where there are several)"
+    parser.add_argument("--output", type=Path, help=help_)
     given = parser.parse_args(arguments)
+    compared = given.output or (Path("comparison.png") if len(given.run_dir) > 1 else None)
     try:
         reports = [report.read_report(run_dir) for run_dir in given.run_dir]
-        for each in reports:
-            report.draw(each)
-        ranked = reports[0].ranked
-        if len(reports) > 1:
-            ranked = report.compare(reports, given.output)
+        ranked = report.compare(reports, compared) if compared else reports[0].ranked
     except (ValueError, OSError) as error:  # of a plot's format, too
         raise ConfigError(str(error)) from None
-    display = Display()
+    display, drawn = Display(), []
+    for each in reports:
+        try:
+            report.draw(each)
+            drawn.append(str(each.path))
+        except OSError as error:  # somebody else's directory
+            display.say(f"not drawn again: {error}")
     display.ranking(
         [(result.name or str(given.run_dir[0]), result.outcome.statistics()) for result in ranked]
     )
-    drawn = [str(each.path) for each in reports] + [str(given.output)] * (len(reports) > 1)
-    display.say(f"drawn in {', '.join(drawn)}")
+    drawn += [str(compared)] * (compared is not None)
+    display.say(f"drawn in {', '.join(drawn)}" if drawn else "nothing was drawn")
     return 0
 
 

@@ -117,13 +117,15 @@ class Display:
             self.ranking([(describe(setting["swept"]), setting) for setting in settings])
         elif evaluation["return_per_run"]:
             self._evaluation(evaluation, runs, summary["diverged_runs"])
+        steps = {run: setting["env_steps"] for setting in settings for run in setting["runs"]}
+        parts = f"{summary['compile_seconds']:.1f} s of them to compile"
+        if evaluation["return_per_run"]:
+            parts += f" and {summary['evaluation_seconds']:.1f} s to evaluate"
         self._console.print(
-            f"{summary['env_steps']:,} steps a run ({summary['steps_per_second']:,.0f} steps/s over "
-            f"all runs); it took {summary['wall_seconds']:.1f} s, "
-            f"{summary['compile_seconds']:.1f} s of them to compile"
+            f"{span(steps.values())} steps a run ({summary['steps_per_second']:,.0f} steps/s over all runs); "
+            f"it took {summary['wall_seconds']:.1f} s, {parts}"
         )
         diverged, invalid = summary["diverged_runs"], summary["invalid_steps"]
-        steps = {run: setting["env_steps"] for setting in settings for run in setting["runs"]}
         mostly = [n for n in steps if invalid[n] > steps[n] / 2 and n not in diverged]
         self._named("diverged", [runs[number] for number in diverged])
         self._named("most steps were invalid", [runs[number] for number in sorted(mostly)])

@@ -68,6 +68,7 @@ def _train(settings: Settings) -> int:
         directory = _begin(settings, groups, saved, done, held)
         display.header(_header(directory, trainings, caveats))
         before = sum(training.wall_seconds for training in trainings)
+        before = max(before, rundir.read_summary(directory.path).get("wall_seconds") or 0)
         if done:
             display.say("nothing left to train: --total-timesteps goes further")
             started = time.monotonic()
@@ -75,11 +76,10 @@ def _train(settings: Settings) -> int:
             facts, signal = _run(trainings, directory, caveats, display)
             facts["wall_seconds"] = before + time.monotonic() - started
             summary = write_reports(directory.path, facts)
-        except OSError:
-            display.say(_how_to_go_on(settings, directory))
-            raise
-        except BaseException:
-            if settings.run.resume is None and machine.is_main():
+        except BaseException as error:
+            if isinstance(error, OSError) or any(map(directory.has_begun, range(len(groups)))):
+                display.say(_how_to_go_on(settings, directory))
+            elif settings.run.resume is None and machine.is_main():
                 rundir.discard_unused(directory.path)
             raise
     display.results(summary, runs)
@@ -102,7 +102,7 @@ def _run(
     }
     swept = trainings[0].runs[0].setting.swept
     run = directory.settings.run
-    trackers = _trackers(trainings, directory, display) if machine.is_main() and run.log else None
+    trackers = _trackers(trainings, directory, display)
     tables = Tables(directory.path, swept, run.resume is not None, trackers)
     with machine.Interrupt() as interrupt, tables:
         for number, training in enumerate(trainings):
@@ -112,7 +112,7 @@ def _run(
                 # The code of the program before. Linux gives a process room for some 70 of them.
                 gc.unfreeze()
                 gc.collect()
-            if len(trainings) > 1:
+            if len(trainings) > 1 and not training.done:
                 display.say(
                     f"program {number + 1} of {len(trainings)}: {training.program.description}"
                 )
@@ -123,6 +123,7 @@ def _run(
     facts = {
         "steps_per_second": sum(training.steps for training in trainings) / max(seconds, 1e-9),
         "compile_seconds": sum(training.compile_seconds for training in trainings),
+        "evaluation_seconds": sum(training.evaluation_seconds for training in trainings),
         "diverged_runs": sorted(run for training in trainings for run in training.diverged_runs),
         "interrupted": bool(interrupt.signal),
         "caveats": caveats,
@@ -132,17 +133,23 @@ def _run(
     return facts, interrupt.signal
 
 
-def _trackers(trainings: list[Training], directory: RunDirectory, display: Display) -> Trackers:
-    """Those that --log names."""
+def _trackers(
+    trainings: list[Training], directory: RunDirectory, display: Display
+) -> Trackers | None:
+    """Those that --log names, of the runs that go on; None where there is nothing for them."""
+    logs, resumed = directory.settings.run.log, directory.settings.run.resume is not None
+    going_on = [training for training in trainings if not training.done]
+    if not (logs and going_on and machine.is_main()):
+        return None
     done = {
         run.number: training.iteration * training.config.batch_size
-        for training in trainings
+        for training in going_on
         for run in training.runs
-        if directory.settings.run.resume is not None
+        if resumed
     }
-    runs = [run for training in trainings for run in training.runs]
+    runs = [run for training in going_on for run in training.runs]
     settings = options_of(directory.settings)
-    return Trackers(directory.settings.run.log, directory.path, runs, settings, done, display.say)
+    return Trackers(logs, directory.path, runs, settings, done, display.say)
 
 
 def _checkpoints(
@@ -352,7 +359,8 @@ def _header(
     if run.resume:
         done = sum(training.iteration for training in trainings)
         total = sum(training.config.iterations for training in trainings)
-        where = f"after iteration {done:,} of {total:,}" if done else "from the beginning"
+        of_all = " of all programs" * (len(trainings) > 1)
+        where = f"after iteration {done:,} of {total:,}{of_all}" if done else "from the beginning"
         header["resumed"] = "; ".join([where, *caveats])
     if run.sweep:
         header["sweep"] = f"{' '.join(run.sweep)}: {num_runs // run.num_seeds} settings"

@@ -255,7 +255,7 @@ def _place(run: Run) -> dict[str, Any]:
 
 def swept_columns(swept: dict[str, Any]) -> dict[str, Any]:
     """A column for each swept option."""
-    return {f"sweep.{name}": show(value) for name, value in swept.items()}
+    return {f"sweep.{name}": show(name, value) for name, value in swept.items()}
 
 
 def pool(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -35,8 +35,9 @@ class Training:
         checkpoint: to go on from.
 
     Attributes:
-        seconds: of training alone; this and the next two also of what was before the checkpoint.
+        seconds: of training alone; this and the next three also of what was before the checkpoint.
         compile_seconds: of compilation.
+        evaluation_seconds: of evaluations.
         wall_seconds: of all from compilation to the last checkpoint.
 
     Raises:
@@ -72,7 +73,7 @@ class Training:
         self._best = Best(acting(self.program.whole), len(runs))
         self._diverged = np.zeros(len(runs), bool)
         self.iteration = self._saved = 0
-        self.seconds = self.compile_seconds = self.wall_seconds = 0.0
+        self.seconds = self.compile_seconds = self.evaluation_seconds = self.wall_seconds = 0.0
         self._restored: PyTree = None
         self._running: tuple[int, Metrics] | None = None  # the chunk on its way
         self._chunk_size = 1
@@ -86,6 +87,7 @@ class Training:
         self.iteration = self._saved = checkpoint.iteration
         self.seconds = facts["seconds"]
         self.compile_seconds = facts.get("compile_seconds", 0.0)  # which older versions forgot
+        self.evaluation_seconds = facts.get("evaluation_seconds", 0.0)
         self.wall_seconds = facts.get("wall_seconds", self.seconds)
         self._diverged[facts["diverged"]] = True
         if self.done:
@@ -229,7 +231,9 @@ class Training:
         return min(self.config.iterations, *((self.iteration // n + 1) * n for n in every))
 
     def _checkpoint_due(self, seconds: float) -> bool:
-        """Whether to save, so many seconds after the last time."""
+        """Whether to save, so many seconds after the last time; the last one waits for the last rows."""
+        if self.done:
+            return False
         iterations = self.options.checkpoint_iterations
         if iterations is not None:
             return self.iteration % iterations == 0
@@ -263,6 +267,7 @@ class Training:
             "every": self._every,
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds,
+            "evaluation_seconds": self.evaluation_seconds,
             "wall_seconds": time.monotonic() - self._began,
             "diverged": np.flatnonzero(self._diverged).tolist(),
             "tables": {
@@ -331,6 +336,7 @@ class Training:
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
         self._finish_chunk()
+        started = time.monotonic()
         self.program.eval_env.prepare()
         episodes = self.program.trainer.fetch(self._evaluate(self._states, self.program.hypers, ()))
         wanted = len(self.runs), self.options.eval_episodes
@@ -344,6 +350,7 @@ class Training:
         if self.options.keep:
             score = np.where(np.isnan(returns), -np.inf, returns)
             self._best.update(policies, self.iteration, score)
+        self.evaluation_seconds += time.monotonic() - started
 
     def _fetch_policies(self) -> dict[str, PyTree]:
         """Host arrays [R, ...] of what acts now."""

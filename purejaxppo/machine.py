@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import platform
 import signal
+import socket
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from jax.experimental import multihost_utils
 import purejaxppo
 from purejaxppo.config import RunOptions
 from purejaxppo.values import ConfigError, parse_bytes
+
+# What Ctrl-C is answered, and the seconds that Python has to end by itself after a second one.
+_STOPS = b"\nstops after what is being compiled, trained or evaluated; once more: at once\n"
+_PATIENCE = 1.0
 
 
 def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
@@ -114,6 +120,9 @@ def _stopping() -> list[signal.Signals]:
 class Interrupt:
     """The first Ctrl-C, SIGTERM or SIGHUP lets the chunk in progress end; a second one stops at once.
 
+    Python's handlers run between steps of the main thread, and so not while that waits for XLA. A thread
+    that a socket wakes answers meanwhile, and ends the process where a second signal cannot.
+
     Attributes:
         signal: that stopped the training, 0 while nothing has.
     """
@@ -121,6 +130,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.signal = 0
         self._requested = 0
+        self._over = threading.Event()
 
     def check(self) -> bool:
         """Whether to stop, which all processes ask at the same points and answer alike."""
@@ -129,10 +139,18 @@ class Interrupt:
         return bool(requested)
 
     def __enter__(self) -> Interrupt:
+        heard, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
         self._before = {number: signal.signal(number, self._stop) for number in _stopping()}
+        self._woken_before = signal.set_wakeup_fd(self._wakes.fileno())
+        threading.Thread(target=self._listen, args=(heard,), daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not KeyboardInterrupt:  # after which Python may still wait for what compiles
+            self._over.set()
+        signal.set_wakeup_fd(self._woken_before)
+        self._wakes.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -140,11 +158,20 @@ class Interrupt:
         if self._requested:
             raise KeyboardInterrupt
         self._requested = number
-        if number == signal.SIGINT:
-            with contextlib.suppress(OSError):  # nobody to tell
-                os.write(
-                    2, b"\nstops after what is being compiled or trained; once more: at once\n"
-                )
+
+    def _listen(self, heard: socket.socket) -> None:
+        """Takes the number of each signal, until `_wakes` is closed."""
+        count = 0
+        with heard:
+            while number := int.from_bytes(heard.recv(1)):
+                count += number in self._before
+                if count == 1 and number == signal.SIGINT:
+                    with contextlib.suppress(OSError):  # nobody to tell
+                        os.write(2, _STOPS)
+                if count == 2:
+                    if not self._over.wait(_PATIENCE):
+                        os._exit(128 + number)
+                    return
 
 
 @dataclass(frozen=True)

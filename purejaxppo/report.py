@@ -155,9 +155,13 @@ def read_column(path: Path, column: str) -> Column:
             run, steps, value = (header.index(name) for name in ("run", "env_steps", column))
         except ValueError:
             raise ConfigError(f"{path}: not a table with a column {column}") from None
-        for row in rows:
-            if len(row) == len(header):
-                table.setdefault(int(row[run]), {})[int(row[steps])] = float(row[value] or "nan")
+        try:
+            for row in rows:
+                if len(row) == len(header):
+                    returns = table.setdefault(int(row[run]), {})
+                    returns[int(row[steps])] = float(row[value] or "nan")
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {rows.line_num}: {error}") from None
     return table
 
 
@@ -391,7 +395,7 @@ def _draw_option(axes: Any, name: str, results: list[Result]) -> None:
     if numeric and min(values) > 0 and max(values) >= 10 * min(values):
         axes.set_xscale("log")
     if not numeric:
-        axes.set_xticks(range(len(values)), [show(v) for v in values])
+        axes.set_xticks(range(len(values)), [show(name, v) for v in values])
     axes.set(xlabel=name, ylabel="final return")
     axes.grid(alpha=0.3)
 
@@ -404,6 +408,6 @@ def _draw_grid(figure: Any, axes: Any, results: list[Result]) -> None:
     values = np.array([[cells[row, column] for column in columns] for row in rows])
     image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", origin="lower")
     axes.set(xlabel=column_name, ylabel=row_name, title="IQM")
-    axes.set_xticks(range(len(columns)), [show(v) for v in columns])
-    axes.set_yticks(range(len(rows)), [show(v) for v in rows])
+    axes.set_xticks(range(len(columns)), [show(column_name, v) for v in columns])
+    axes.set_yticks(range(len(rows)), [show(row_name, v) for v in rows])
     figure.colorbar(image, ax=axes)

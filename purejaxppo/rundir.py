@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
@@ -92,8 +92,12 @@ class RunDirectory:
         if found is None:
             runs = self.programs[program]
             of = f" of {runs[0].name}" if len(self.programs) > 1 else ""
-            none = "yet" if self.settings.run.keep else "as it was trained with --keep 0"
-            raise ConfigError(f"{self.path}: there is no checkpoint{of} {none}")
+            why = " yet"
+            if not self.settings.run.keep:
+                why = " as it was trained with --keep 0"
+            elif read_summary(self.path).get("interrupted") is False:
+                why = ": its runs diverged, or it is gone"
+            raise ConfigError(f"{self.path}: there is no checkpoint{of}{why}")
         check_options(found.facts["options"], self.settings, found.path)
         return found
 
@@ -222,6 +226,9 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
         name: x[:, place : place + 1] if name.startswith("pending.") else x[place : place + 1]
         for name, x in found.arrays.items()
     }
+    clocks = ("seconds", "compile_seconds", "evaluation_seconds", "wall_seconds")
+    runs = len(directory.programs[program])
+    share = {name: found.facts[name] / runs for name in clocks if name in found.facts}
     diverged = [0] if place in found.facts["diverged"] else []
     with contextlib.ExitStack() as held:
         own = create(Settings(options, run.setting.config, run.setting.hyper), held, "--output")
@@ -231,18 +238,24 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
         except ConfigError:
             shutil.rmtree(own.path)
             raise
-        facts = {**found.facts, "options": options_of(own.settings), "diverged": diverged}
+        own_facts = {"options": options_of(own.settings), "diverged": diverged}
+        facts = found.facts | share | own_facts
         held.enter_context(Writer(own.checkpoints(0), options.keep, {})).save(arrays, facts)
     return own
 
 
+def read_summary(path: Path) -> dict[str, Any]:
+    """What a directory's summary.json says; nothing where there is none, or none that can be read."""
+    try:
+        found = json.loads((path / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def has_results(path: Path) -> bool:
     """Whether anything was trained there, when a command last ended; yes where that cannot be read."""
-    summary = path / "summary.json"
-    try:
-        return summary.exists() and json.loads(summary.read_text())["env_steps"] > 0
-    except (ValueError, KeyError, TypeError):
-        return True
+    return (path / "summary.json").exists() and read_summary(path).get("env_steps") != 0
 
 
 def discard_unused(path: Path) -> None:
@@ -299,9 +312,10 @@ def check_options(saved: Mapping[str, object], settings: Settings, where: Path) 
     for name in now:
         before = saved.get(name, defaults[name])
         if (swept or name != "total_timesteps") and _json(before) != _json(now[name]):
+            has = "sweeps it" if swept and name == "total_timesteps" else f"has {before}"
             raise ConfigError(
-                f"--{name.replace('_', '-')} {now[name]}: {where} has {before}, and what is trained "
-                f"cannot change{but}"
+                f"--{name.replace('_', '-')} {now[name]}: {where} {has}, and what is trained cannot "
+                f"change{but}"
             )
 
 

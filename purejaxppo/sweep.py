@@ -62,10 +62,10 @@ class Setting:
     hyper: Hyper
 
 
-def show(value: Any) -> str:
-    """A swept value as it is written on the command line, or what it says there."""
+def show(name: str, value: Any) -> str:
+    """A value of a swept option as it is written on the command line, or what it says there."""
     if value == ():
-        return "no layers"
+        return {"cnn_layers": "flat", "torso_layers": "no layers"}.get(name, "none")
     if isinstance(value, tuple):
         layers = isinstance(value[0], tuple)
         return show_cnn_layers(value) if layers else "x".join(map(str, value))
@@ -77,12 +77,12 @@ def show(value: Any) -> str:
 def span(counts: Iterable[int]) -> str:
     """The least and the greatest number, or the only one."""
     ordered = sorted(set(counts))
-    return " ... ".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
+    return " ... ".join(f"{count:,}" for count in dict.fromkeys((ordered[0], ordered[-1])))
 
 
 def describe(swept: dict[str, Any]) -> str:
     """Swept options for a person to read."""
-    return ", ".join(f"{name}={show(value)}" for name, value in swept.items())
+    return ", ".join(f"{name}={show(name, value)}" for name, value in swept.items())
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,9 @@ def _values(name: str, text: str) -> list[Any]:
         raw = {"none": None, "true": True, "false": False}.get(part, part)
         if name == "cnn_layers" and raw not in (None, *CNN_LAYERS):
             raise ConfigError(f"--sweep {name}={text}: must be of {', '.join(CNN_LAYERS)}, none")
-        if raw is not None and name in _SIZES:
+        if name in ("policy_layers", "value_layers") and raw is None:
+            raw = []
+        elif raw is not None and name in _SIZES:
             raw = [width for width in part.split("x") if width]
         value = coerce(f"--sweep {name}", raw, hint)
         if value in values:

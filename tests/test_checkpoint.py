@@ -185,22 +185,45 @@ def test_nothing_left_to_do(copied, capsys):
     names = ("metrics.csv", "evaluation.csv", "config.yaml")
     before = {name: (copied / name).read_bytes() for name in names}
     summary = read_summary(copied)
-    assert resume(copied, "--eval-episodes|5") == 0
+    assert resume(copied, "--eval-episodes|5|--log|tensorboard") == 0
+    assert not (copied / "tensorboard").exists()
     assert before == {name: (copied / name).read_bytes() for name in names}
     shown = capsys.readouterr().out
     assert "compiled" not in shown
     assert "nothing left to train" in shown
     again = read_summary(copied)
-    assert again["wall_seconds"] > again["compile_seconds"] == summary["compile_seconds"] > 0
+    assert again["wall_seconds"] > summary["wall_seconds"] > 0
     assert again | {"wall_seconds": 0} == summary | {"wall_seconds": 0}
+
+
+def test_a_checkpoint_that_is_due_at_the_end_has_the_last_row(tmp_path):
+    """Though it ends an interval of reporting that was not full."""
+    path = tmp_path / "run"
+    assert train(path, 10, "--metrics-rows", "4", "--checkpoint-iterations", "5") == 0
+    before, summary = rows(path / "metrics.csv"), read_summary(path)
+    assert [row["iteration"] for row in before] == ["3", "6", "9", "10"]
+    assert resume(path) == 0
+    assert rows(path / "metrics.csv") == before
+    assert read_summary(path)["evaluation"] == summary["evaluation"]
 
 
 def test_what_goes_on_has_the_time_of_all_its_parts(copied):
     first = read_summary(copied)
     assert resume(copied, f"--total-timesteps|{12 * PER_ITERATION}") == 0
     both = read_summary(copied)
-    assert both["compile_seconds"] > first["compile_seconds"]
-    assert both["wall_seconds"] > first["compile_seconds"] + both["compile_seconds"] / 2
+    for name in ("compile_seconds", "evaluation_seconds", "wall_seconds"):
+        assert both[name] > first[name] > 0
+    parts = both["compile_seconds"] + both["evaluation_seconds"]
+    assert both["wall_seconds"] > parts
+
+
+def test_steps_that_are_swept(tmp_path, capsys):
+    path = tmp_path / "run"
+    assert train(path, 1, "--sweep", "total_timesteps=32,64") == 0
+    assert "\n32 ... 64 steps a run" in capsys.readouterr().out
+    error = refused(capsys, "--resume", path, "--total-timesteps|96")
+    assert "--total-timesteps 96: " in error
+    assert "config.yaml sweeps it, and what is trained cannot change\n" in error
 
 
 def test_evaluations_of_another_kind_are_told_of(copied, capsys):
@@ -413,7 +436,9 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, cl
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in err
-    assert ("stops after what is being compiled or trained" in err) == (number == signal.SIGINT)
+    assert ("stops after what is being compiled, trained or evaluated" in err) == (
+        number == signal.SIGINT
+    )
     assert "interrupted after" in out
     assert f"to go on: python -m purejaxppo.run --resume '{path}'" in out
     assert 0 < latest(path).iteration < 12500
@@ -443,6 +468,36 @@ def test_a_training_outlives_who_reads_what_it_says(tmp_path, make):
     assert (process.returncode, err) == (0, "")
     assert latest(tmp_path / "run").iteration == 3125
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] == 100_000
+
+
+def test_ctrl_c_is_heard_while_an_evaluation_runs(tmp_path, monkeypatch):
+    """Though Python's main thread waits for XLA, and a second one ends that."""
+    (tmp_path / "endless.py").write_text(MODULE.replace("_steps = 5", "_steps = 10**9"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    process = start(tmp_path / "run", "--env", "endless:MyEnv", "--eval-every", "32", steps="64")
+    wait_for(has_rows(tmp_path / "run", 1), process)
+    time.sleep(0.2)  # rows are written just before it begins
+    process.send_signal(signal.SIGINT)
+    heard = []
+    while "once more: at once" not in "".join(heard):
+        heard.append(process.stderr.readline())
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_interrupted_while_it_reports(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "run"
+    monkeypatch.setattr(host, "write_reports", interrupted)
+    assert train(path, 4) == 130
+    assert f"to go on: python -m purejaxppo.run --resume {path}" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert resume(path) == 0
+    assert read_summary(path)["env_steps"] == 4 * PER_ITERATION
 
 
 def test_interrupted_while_compiling(tmp_path, monkeypatch, capsys):
@@ -740,6 +795,8 @@ def test_extract_is_a_run_directory(swept, tmp_path, capsys):
     whole, own = shutil.copytree(swept, tmp_path / "whole"), tmp_path / "own"
     arguments = [str(swept), "--run", "3", "--output", str(own)]
     assert cli.extract_command(arguments) == 0
+    for name in ("seconds", "compile_seconds", "evaluation_seconds", "wall_seconds"):
+        assert latest(own).facts[name] == latest(swept).facts[name] / 4 > 0
     more = f"--total-timesteps|{12 * PER_ITERATION}"
     assert resume(own, more) == 0
     shown = capsys.readouterr().out
@@ -826,6 +883,8 @@ def test_wrong_runs(swept, trained, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(trained.parent)
     assert cli.evaluate_command(["run", "--episodes", "2"]) == 0
     shutil.rmtree(shutil.copytree(trained, tmp_path / "bare") / "checkpoints")
+    assert "no checkpoint: its runs diverged, or it is gone" in error(tmp_path / "bare")
+    (tmp_path / "bare" / "summary.json").unlink()
     assert "there is no checkpoint yet" in error(tmp_path / "bare")
     assert "--env Acrobot-v1: " in error(swept, "--run", "1", "--env", "Acrobot-v1")
 

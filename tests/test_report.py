@@ -131,6 +131,25 @@ def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys, monkeyp
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_report_command_where_a_plot_cannot_be_drawn_again(run_dirs, tmp_path, capsys):
+    """As in somebody else's directory; the others are, and all are compared, or one is alone."""
+    paths = [str(shutil.copytree(run_dirs / name, tmp_path / name)) for name in "ab"]
+    (tmp_path / "a" / "learning_curve.png").unlink(missing_ok=True)
+    (tmp_path / "a" / "learning_curve.png").mkdir()
+    output = tmp_path / "c.png"
+    for given in (paths, paths[:1]):
+        assert cli.report_command([*given, "--output", str(output)]) == 0
+        assert output.read_bytes().startswith(b"\x89PNG")
+        output.unlink()
+        shown = capsys.readouterr().out
+        assert "gamma=0.99" in shown
+        assert f"not drawn again: [Errno 21] Is a directory: '{paths[0]}/learning" in shown
+        drawn = ", ".join([*given[1:], str(output)])
+        assert shown.endswith(f"drawn in {drawn}\n")
+    assert cli.report_command(paths[:1]) == 0
+    assert capsys.readouterr().out.endswith("nothing was drawn\n")
+
+
 def test_report_command_of_what_is_no_run_directory(tmp_path, capsys):
     assert cli.report_command([str(tmp_path / "nothing")]) == 2
     shown = capsys.readouterr().err
@@ -145,6 +164,11 @@ def test_report_command_of_what_is_no_run_directory(tmp_path, capsys):
         ("summary.json", "{", "not a summary"),
         ("summary.json", "{}", "not a summary"),
         ("metrics.csv", "", "not a table with a column episode_return"),
+        (
+            "metrics.csv",
+            "run,env_steps,episode_return\n0,9,1\nzz,9,1\n",
+            "metrics.csv, line 3: invalid literal for int() with base 10: 'zz'",
+        ),
         ("config.yaml", "gamma: [", "not YAML"),
         ("config.yaml", "sweep: [gamma]", "write name=value"),
     ],

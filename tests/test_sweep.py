@@ -31,7 +31,11 @@ def test_a_grid_has_every_combination():
     pairs = [(s.hyper.learning_rate, s.hyper.ent_coef) for s in settings]
     assert pairs == [(rate, ent) for rate in (1e-4, 3e-4, 1e-3) for ent in (0.0, 0.01)]
     assert describe(settings[3].swept) == "learning_rate=0.0003, ent_coef=0.01"
-    assert describe({"torso_layers": ()}) == "torso_layers=no layers"
+    without = {"torso_layers": (), "policy_layers": (), "cnn_layers": ()}
+    expected = "torso_layers=no layers, policy_layers=none, cnn_layers=flat"
+    assert describe(without) == expected
+    layers = [setting.config.policy_layers for setting in sweep("policy_layers=none,32x16")]
+    assert layers == [(), (32, 16)]
     assert {s.config for s in settings} == {Config()}
 
 
@@ -221,7 +225,7 @@ def test_what_json_cannot_write_is_swept_all_the_same():
 def test_values_are_shown_as_they_were_written():
     written = ["0.00025", "0.123456789", "1e-05", "0.1", "inf", "none"]
     settings = make_settings_of(Settings(RunOptions(sweep=(f"target_kl={','.join(written)}",))))
-    assert [show(setting.swept["target_kl"]) for setting in settings] == written
+    assert [show("target_kl", setting.swept["target_kl"]) for setting in settings] == written
     (small, large) = make_settings_of(Settings(RunOptions(sweep=("resize=36x36,84x72",))))
     assert (small.config.resize, large.config.resize) == ((36, 36), (84, 72))
-    assert show(large.swept["resize"]) == "84x72"
+    assert show("resize", large.swept["resize"]) == "84x72"
