@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -196,6 +197,11 @@ def check_spaces(config: Config, observation_space: Space, action_space: Space) 
         raise ConfigError(
             f"--normalize-observations does not fit {config.env}: its observations are "
             f"{observation_space}, which is one-hot encoded"
+        )
+    choices = getattr(action_space, "nvec", ()), (getattr(action_space, "n", 1),)
+    if 0 in itertools.chain(action_space.shape, *choices):
+        raise ConfigError(
+            f"{config.env}: there is nothing to choose among its actions, {action_space}"
         )
     wanted = config.action_distribution
     if not isinstance(action_space, Box):

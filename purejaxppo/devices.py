@@ -11,7 +11,7 @@ from jax import Array
 
 from purejaxppo.types import PyTree
 
-AXIS = "environments"  # of the mesh, see train.py
+AXIS = "purejaxppo.environments"  # of the mesh, see train.py; no name that a user gives to vmap
 
 
 def num_shards() -> int:

@@ -167,7 +167,8 @@ class TanhGaussian(struct.PyTreeNode):
         return base.entropy(noise) + self._log_slope(base.sample(noise))
 
     def to_env(self, sample: Array) -> Array:
-        return self.low + (jnp.tanh(sample) + 1) * (self.high - self.low) / 2
+        action = self.low + (jnp.tanh(sample) + 1) * (self.high - self.low) / 2
+        return jnp.clip(action, self.low, self.high)  # which rounding may have left
 
 
 def draw_noise(key: Array, space: Space, shape: tuple[int, ...]) -> Array:

@@ -69,11 +69,14 @@ class Box:
         Where a bound is missing the middle is the number in the box that is nearest to 0, and the
         scale 1, as it is where there is no width.
         """
-        low, high = self.bounds
+        low, high = (
+            bound.astype(np.float64) for bound in self.bounds
+        )  # in which no width overflows
         bounded = np.isfinite(low) & np.isfinite(high)
-        nearest = np.clip(np.float32(0.0), low, high)
+        nearest = np.clip(0.0, low, high)
         low, high = np.where(bounded, low, nearest - 1), np.where(bounded, high, nearest + 1)
-        return (low + high) / 2, np.where(low < high, (high - low) / 2, np.float32(1.0))
+        center, scale = (low + high) / 2, np.where(low < high, (high - low) / 2, 1.0)
+        return center.astype(np.float32), scale.astype(np.float32)
 
     def __str__(self) -> str:
         low, high = self.bounds

@@ -16,6 +16,8 @@ from purejaxppo.types import Scalar
 
 # Of what `normalize` gives, here and in exported policies.
 CLIP, EPSILON = 10.0, 1e-8
+# Variance, of the squared mean, up to which returns of one value differ by float32's rounding alone (2.7e-11 was seen).
+ROUNDING = 1e-9
 
 
 class Moments(struct.PyTreeNode):
@@ -103,9 +105,9 @@ def update_return_stats(
 def return_scale(stats: ReturnStats | None) -> Array:
     """[] what rewards are divided by: the standard deviation of the return, 1 without statistics.
 
-    1 also while all returns have been the same, as before the first reward of a sparse one.
+    1 also while all returns have been the same but for rounding, as before the first reward of a sparse one.
     """
     if stats is None:
         return jnp.ones(())
-    var = stats.moments.var
-    return jnp.where(var > 0, jnp.sqrt(var + 1e-8), 1.0)
+    var, mean = stats.moments.var, stats.moments.mean
+    return jnp.where(var > ROUNDING * jnp.square(mean), jnp.sqrt(var + 1e-8), 1.0)

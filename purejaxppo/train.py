@@ -18,7 +18,7 @@ from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
 from purejaxppo.effort import cpu_options
-from purejaxppo.envs.base import VectorEnvironment
+from purejaxppo.envs.base import VectorEnvironment, check_described
 from purejaxppo.evaluate import evaluate
 from purejaxppo.plan import MAX_CHUNK, Plan
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
@@ -44,6 +44,7 @@ def make_setup(
     config = validated(config)
     if env is None:
         env = envs.make(config.env, config.env_options)
+    check_described(type(env).__name__, env)
     vector = envs.vectorize(config, env, seeds=seeds)
     agent = make_agent(config, vector.observation_space, vector.action_space)
     return ppo.Setup(config, vector, agent)

@@ -113,10 +113,12 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
             f"--num-envs {config.num_envs} * --num-steps {config.num_steps} = {config.batch_size} "
             f"is not divisible by --num-minibatches {config.num_minibatches}"
         )
-    if config.batch_size == config.num_minibatches and config.normalize_advantages == "minibatch":
+    of_one = {"minibatch": config.num_minibatches, "batch": 1, "off": 0}
+    if config.batch_size == of_one[config.normalize_advantages]:
+        instead = "off" if config.batch_size == 1 else "batch"
         raise ConfigError(
-            f"--num-minibatches {config.num_minibatches}: a minibatch of one sample has no advantage "
-            "over itself; add --normalize-advantages batch"
+            f"--num-minibatches {config.num_minibatches}: a {config.normalize_advantages} of one sample has no "
+            f"advantage over itself; add --normalize-advantages {instead}"
         )
     if config.minibatches == "sequences" and config.num_envs % config.num_minibatches:
         raise ConfigError(

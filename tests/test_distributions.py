@@ -214,6 +214,15 @@ def test_tanh_gaussian_where_there_is_no_choice():
     np.testing.assert_allclose(policy.entropy(samples), wide.entropy(samples), rtol=1e-6)
 
 
+def test_tanh_gaussian_stays_within_bounds_that_float32_rounds():
+    low, high = np.float32([-2.0, -2.0, -10.0]), np.float32([0.7, -0.8, 10.0])
+    unclipped = low + 2 * (high - low) / 2
+    assert (unclipped > high).any()
+    np.testing.assert_array_equal(
+        tanh_gaussian(low=low, high=high).to_env(jnp.full((1, 3), 30.0)), [high]
+    )
+
+
 @pytest.mark.parametrize("magnitude", [-30.0, 30.0])
 def test_tanh_gaussian_is_stable_for_large_samples(magnitude):
     samples = jnp.full((1, 3), magnitude)

@@ -1,5 +1,7 @@
 """Vectorisation, resets, clock, episode statistics, and finding environments by name."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,6 +204,19 @@ def test_what_would_be_rounded_is_refused():
         play(env, 4)
 
 
+@pytest.mark.parametrize(("begun", "given"), [("uint8", "int32"), ("bool", "int32")])
+def test_what_would_lose_digits_is_refused(begun, given):
+    class Counter(Countdown):
+        def reset(self, key):
+            return jnp.zeros((), begun), jnp.zeros(1)
+
+        def step(self, key, state, action):
+            return state + jnp.ones((), given), super().step(key, jnp.zeros(()), action)[1]
+
+    with pytest.raises(ConfigError, match=rf"begins with {begun}\[\] where a step gives {given}"):
+        play(Vectorized(Counter(limit=3), 2), 4)
+
+
 class Unseen(Countdown):
     """Every other episode begins with what is not a number."""
 
@@ -329,6 +344,8 @@ def test_a_mistake_within_a_module_is_not_hidden(tmp_path, monkeypatch):
         ("MetaMaze-misc", {"maze_size": 4}, "--env-args of MetaMaze-misc"),
         ("CartPole-v1", {"tau": "abc"}, "--env-args tau=abc: must be a number"),
         ("CartPole-v1", {"max_steps_in_episode": 0}, "max_episode_steps is 0: must be a whole"),
+        ("CartPole-v1", {"max_steps_in_episode": 2.5}, "max_episode_steps is 2.5: must be a whole"),
+        ("CartPole-v1", {"max_steps_in_episode": 2**31}, "must be a whole number in 1 ... 2"),
         ("scripts.custom_environment:Corridor", {"lenght": 4}, "unexpected keyword .*'lenght'"),
     ],
 )
@@ -364,6 +381,18 @@ def test_gymnax_style_environment_of_the_users():
 
     env = envs.custom.make("mine", Impatient, {})
     assert env.may_truncate
+
+    @dataclasses.dataclass(frozen=True)
+    class Params:
+        goal: float = 1.0
+
+    class Endless:
+        default_params = Params()
+        observation_space = action_space = lambda *_: gymnax_spaces.Discrete(2)
+        reset_env = step_env = lambda *_: None
+        is_truncated = lambda *_: False  # noqa: E731
+
+    assert envs.gymnax.GymnaxEnvironment(Endless()).max_episode_steps is None
 
 
 def test_environment_that_downloads_says_so_in_one_line():

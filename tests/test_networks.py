@@ -334,15 +334,17 @@ def test_gaussian_on_an_unbounded_side_keeps_its_own_units():
 def test_a_gaussian_starts_within_the_box():
     """Or every sample would be clipped to the same bound, and nothing learned."""
     largest = float(np.finfo(np.float32).max)  # as some write that there is no bound
-    space = Box((10.0, -INF, -largest, 3.0, 2.0), (INF, -10.0, largest, 7.0, 2.0), (5,))
+    space = Box(
+        (10.0, -INF, -largest, 3.0, 2.0, -3e38), (INF, -10.0, largest, 7.0, 2.0, 3e38), (6,)
+    )
     center, scale = space.center_and_scale
-    np.testing.assert_array_equal(center, np.float32([10, -10, 0, 5, 2]))
-    np.testing.assert_array_equal(scale, np.float32([1, 1, 1, 2, 1]))
+    np.testing.assert_array_equal(center, np.float32([10, -10, 0, 5, 2, 0]))
+    np.testing.assert_array_equal(scale, np.float32([1, 1, 1, 2, 1, 3e38]))
     agent, params = agent_and_params(PENDULUM[0], space, torso_layers=(8,))
     params["policy_head"] = jax.tree.map(jnp.zeros_like, params["policy_head"])
     policy = apply(agent, params, jnp.ones((1, 3))).policy
     np.testing.assert_array_equal(policy.mean, [center])
-    np.testing.assert_array_equal(policy.to_env(policy.mean + 1), [[11, -10, 1, 6, 2]])
+    np.testing.assert_array_equal(policy.to_env(policy.mean + 1), [[11, -10, 1, 6, 2, 1]])
 
 
 @pytest.mark.parametrize(
@@ -375,6 +377,10 @@ def test_the_action_space_decides_the_distribution(space, wanted, kind):
         ({"action_distribution": "tanh_gaussian"}, CARTPOLE[0], Box(0.0, INF, (1,)), "finite"),
         ({"action_distribution": "tanh_gaussian"}, CARTPOLE[0], Box((0.0, -INF), 1.0, (2,)), "fin"),
         ({}, CARTPOLE[0], Box(0, 3, (2,), "int32"), "whole numbers"),
+        ({}, CARTPOLE[0], Box(0.0, 1.0, (0,)), "nothing to choose among its actions"),
+        ({}, CARTPOLE[0], MultiDiscrete(()), "nothing to choose among its actions"),
+        ({}, CARTPOLE[0], MultiDiscrete((2, 0)), "nothing to choose among its actions"),
+        ({}, CARTPOLE[0], Discrete(0), "nothing to choose among its actions"),
         ({}, MultiDiscrete((2, 2)), Discrete(2), "observations.*not supported"),
         ({"normalize_observations": True}, Discrete(4), Discrete(2), "--normalize-observations"),
         ({"cnn_layers": ((8, 3, 1),)}, *CARTPOLE, "8x3x1 does not fit the observations of .*4"),

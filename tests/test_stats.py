@@ -156,5 +156,12 @@ def test_return_scale_is_the_deviation_of_the_return():
         0.5,
     )
     assert return_scale(nothing) == 1.0
+    # Nor is what is always the same multiplied by what float32 makes of its sums.
+    always = jnp.ones((64, 16), bool)
+    for reward in (0.1, -0.7, 1e3):
+        constant = init_return_stats(16)
+        for _ in range(3):
+            constant = update_return_stats(constant, reward * always, always, always, 0.99)
+        assert return_scale(constant) == 1.0
     moments = Moments(jnp.array(5.0), jnp.array(100.0), jnp.array(9.0), jnp.array(0.0))
     np.testing.assert_allclose(return_scale(ReturnStats(moments, jnp.zeros(3))), 3.0, rtol=1e-6)

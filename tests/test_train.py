@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from probes import Poisoned, TimeLimit
 
+from purejaxppo import envs
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.plan import (
@@ -178,12 +179,36 @@ def test_the_whole_training_as_one_function_of_key_and_hyper(trained):
         ({"num_envs": 0}, "--num-envs 0: must be at least 1"),
         ({"num_minibatches": 3}, "is not divisible by --num-minibatches 3"),
         ({"num_minibatches": CONFIG.batch_size}, "a minibatch of one sample has no advantage"),
+        (
+            {"normalize_advantages": "batch", "num_envs": 1, "num_steps": 1, "num_minibatches": 1},
+            "a batch of one sample has no .*; add --normalize-advantages off",
+        ),
         ({"torso_layers": "64"}, "torso_layers: '64' is not a list of whole numbers"),
     ],
 )
 def test_a_configuration_made_in_python_is_validated(options, message):
     with pytest.raises(ConfigError, match=message):
         make_train(dataclasses.replace(CONFIG, **options))
+
+
+@pytest.mark.parametrize("limit", [0, -3, 5.0, True, 2**31])
+def test_an_environment_made_in_python_is_checked(limit):
+    env = envs.make("CartPole-v1")
+    env.max_episode_steps = limit
+    with pytest.raises(
+        ConfigError, match=r"GymnaxEnvironment: its max_episode_steps is .*: must be"
+    ):
+        make_train(CONFIG, env)
+
+
+def test_a_users_own_axis_is_not_that_of_the_devices():
+    keys = jax.random.split(jax.random.key(0), 2)
+    train = make_train(dataclasses.replace(CONFIG, total_timesteps=32), WALK)
+    states = [
+        jax.jit(jax.vmap(lambda key: train(key, Hyper())[0], axis_name=name))(keys)
+        for name in ("seeds", "environments")
+    ]
+    chex.assert_trees_all_equal(*(state.params for state in states))
 
 
 def test_options_of_both_kinds_that_do_not_go_together_are_refused_in_python():

@@ -60,9 +60,10 @@ def check_described(name: str, env: Described) -> None:
         if not isinstance(space, Space):
             raise ConfigError(f"{name}: its {attribute} is {space!r}, none of purejaxppo.spaces")
     limit = env.max_episode_steps
-    if limit is not None and not (isinstance(limit, int | np.integer) and limit >= 1):
+    whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    if limit is not None and not (whole and 1 <= limit < 2**31):  # the clock is an int32
         raise ConfigError(
-            f"{name}: its max_episode_steps is {limit!r}: must be a whole number, at least 1, or None"
+            f"{name}: its max_episode_steps is {limit!r}: must be a whole number in 1 ... 2**31 - 1, or None"
         )
 
 
@@ -386,12 +387,13 @@ def _select(condition: Array, chosen: PyTree, other: PyTree) -> PyTree:
     """Leaves [N, ...] of `chosen` where condition [N], else of `other`, in the dtypes of `chosen`.
 
     Raises:
-        ConfigError: that would round numbers to whole ones.
+        ConfigError: that would round numbers to whole ones, or cut off digits of those.
     """
 
     def select(a: Array, b: Array) -> Array:
         chex.assert_equal_shape([a, b])
-        if jnp.issubdtype(b.dtype, jnp.floating) and not jnp.issubdtype(a.dtype, jnp.inexact):
+        holds = a.dtype == b.dtype or jnp.issubdtype(a.dtype, jnp.inexact)
+        if not (holds or jnp.promote_types(a.dtype, b.dtype) == a.dtype):
             raise ConfigError(
                 f"an episode begins with {a.dtype}{list(a.shape[1:])} where a step gives {b.dtype}: "
                 "the environment's reset should give the same"

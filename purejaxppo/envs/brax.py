@@ -27,7 +27,8 @@ class BraxEnvironment:
     """An environment with Brax's raw `reset` and `step`, as an `Environment`.
 
     Args:
-        env: in Brax's style, without any wrapper. Actions lie in [-1, 1].
+        env: in Brax's style, without any wrapper, whose `step` reads physics and info of a state alone, as
+            Brax's do: nothing else of it is kept. Actions lie in [-1, 1].
         episode_length: time limit in steps of `env`.
         action_repeat: steps of `env` that an action is held for, fewer where the episode ends. The
             limit falls on a whole action, as in Brax.

@@ -61,7 +61,8 @@ class GymnaxEnvironment:
         self._params = env.default_params if params is None else params
         self.observation_space = convert_space(env.observation_space(self._params))
         self.action_space = convert_space(env.action_space(self._params))
-        self.max_episode_steps: int | None = int(self._params.max_steps_in_episode)
+        limit = getattr(self._params, "max_steps_in_episode", None)
+        self.max_episode_steps = int(limit) if limit is not None and limit % 1 == 0 else limit
         base = _import_gymnax().environments.environment.Environment
         self.may_truncate = type(env).is_truncated is not base.is_truncated
 
