@@ -1,10 +1,13 @@
 """For all tests: eight CPU devices, a compilation cache, and a registry that each leaves as it was."""
 
+import gc
 import os
+import shutil
 from pathlib import Path
 
 import jax
 import pytest
+from trainings import train
 
 from purejaxppo import envs
 
@@ -25,6 +28,25 @@ jax.devices()  # or a test that trains one run would come first, and leave one d
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     monkeypatch.setattr(envs, "_REGISTRY", dict(envs._REGISTRY))
+
+
+@pytest.fixture
+def collected():
+    yield
+    gc.collect()  # or what Orbax leaves would be another test's
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A directory with checkpoints of iterations 9 and 11."""
+    path = tmp_path_factory.mktemp("checkpoint") / "run"
+    assert train(path, 11, "--metrics-rows", "3") == 0
+    return path
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "a run")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,5 @@
 """The command line, as a user types it: what it leaves behind, and what it says of mistakes."""
 
-import csv
 import dataclasses
 import io
 import json
@@ -15,6 +14,7 @@ import numpy as np
 import probes
 import pytest
 import yaml
+from trainings import SMALL, rows
 
 import purejaxppo
 from purejaxppo import cli, envs, host, machine, program, report, run
@@ -29,16 +29,9 @@ from purejaxppo.sweep import make_runs, make_settings_of
 from purejaxppo.types import TimeStep
 from purejaxppo.values import ConfigError
 
-SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
-
 
 def train(*arguments):
     return cli.train_command([*SMALL.split(), *arguments])
-
-
-def rows(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from flax import struct
 from PIL import Image, ImageSequence
 from probes import Probe
+from trainings import SMALL
 
 from purejaxppo import cli, envs, machine, ppo, stats
 from purejaxppo.config import Config, Hyper
@@ -329,9 +330,6 @@ def test_what_cannot_be_filmed_is_said_before_it_is_trained(tmp_path, capsys):
     options = "--env envpool/FrozenLake-v1 --video-every 100 --run-dir"
     assert cli.train_command([*options.split(), str(tmp_path / "run")]) == 2
     assert "envpool/FrozenLake-v1 cannot be drawn here: " in capsys.readouterr().err
-
-
-SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
 
 
 @needs_envpool
