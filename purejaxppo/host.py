@@ -57,10 +57,10 @@ def _train(settings: Settings) -> int:
     display = Display(quiet=not machine.is_main())
     with contextlib.ExitStack() as held:
         found = _checkpoints(settings, groups, held)
-        trainings = [
-            Training(settings.run, group, display, memory, each)
-            for group, each in zip(groups, found, strict=True)
-        ]
+        trainings: list[Training] = []
+        for group, each in zip(groups, found, strict=True):
+            trainings.append(Training(settings.run, group, display, memory, each))
+            memory = memory.without(trainings[-1].program.external_bytes)
         saved = [each.facts if each else None for each in found]
         del found  # its arrays are the trainings' now, who let go of them
         caveats = _caveats(trainings, saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -189,6 +190,10 @@ class Memory:
     def of(self, num_devices: int) -> int:
         """Bytes that so many devices, of all processes, may hold together."""
         return self.size * (num_devices if self.per_device else jax.process_count())
+
+    def without(self, size: int) -> Memory:
+        """What is left where so many bytes of it are taken."""
+        return dataclasses.replace(self, size=self.size - size)
 
 
 def memory_for_arrays(limit: str | None) -> Memory:

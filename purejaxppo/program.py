@@ -48,6 +48,7 @@ class Program:
         whole: of the state as it is saved, [R, ...] whatever the devices.
         expected_bytes: of all arrays, beside the program itself.
         external: whether the environments live outside of it.
+        external_bytes: host memory that those take, for as long as the process lives.
 
     Raises:
         ConfigError: what cannot be known before the environment is: a name, an argument, a head
@@ -71,8 +72,11 @@ class Program:
             raise ConfigError("--compile-effort quick: only CPUs have programs of two kinds")
         if options.runs_per_block != "auto":
             block = options.runs_per_block
+        self.external_bytes = 0
         if self.external:
-            _check_external(self.config, options, len(runs), memory)
+            environments = self.config.num_envs + options.eval_episodes
+            self.external_bytes = len(runs) * environments * envs.EXTERNAL_BYTES
+            _check_external(self.config, options, len(runs), self.external_bytes, memory)
             self._lay_out(Plan(len(runs), 1, len(runs)))
         else:
             setup = make_setup(self.config, self.env)
@@ -103,8 +107,7 @@ class Program:
         episodes = self.eval_env.num_envs
         footprint = make_footprint(self.trainer.setup, self.plan, self.shapes, saved, episodes)
         room = memory.of(self.plan.num_devices * self.plan.shards)
-        if self.external:
-            room -= _external_bytes(self.config, self.options, len(self.runs))
+        room -= self.external_bytes
         plan = fit(self.plan, footprint, room)
         self.expected_bytes = footprint.total(plan or self.plan)
         if plan == self.plan:
@@ -234,14 +237,11 @@ def _share(config: Config, shards: int) -> Config:
     return share
 
 
-def _external_bytes(config: Config, options: RunOptions, num_runs: int) -> int:
-    """Host memory of environments outside of the program."""
-    return num_runs * (config.num_envs + options.eval_episodes) * envs.EXTERNAL_BYTES
-
-
-def _check_external(config: Config, options: RunOptions, num_runs: int, memory: Memory) -> None:
-    """Raises ConfigError for what environments outside of the program cannot do."""
-    needed, room = _external_bytes(config, options, num_runs), memory.of(1)
+def _check_external(
+    config: Config, options: RunOptions, num_runs: int, needed: int, memory: Memory
+) -> None:
+    """Raises ConfigError for what environments outside of the program, which need so much, cannot do."""
+    room = memory.of(1)
     if needed > room:
         raise ConfigError(
             f"the environments of {config.env} need {gib(needed)}, and there is room for {gib(room)}: "

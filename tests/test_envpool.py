@@ -326,6 +326,19 @@ def test_arguments_lie_over_those_of_the_configuration():
 
 
 @needs_envpool
+def test_programs_of_a_sweep_share_the_memory(tmp_path, capsys, monkeypatch):
+    """Each has its pool from the start: one of these fits, and not both."""
+    monkeypatch.setattr(machine, "_available_bytes", lambda: 3 * 2**30)
+    words = [*SMALL.split(), "--env", "envpool/CartPole-v1", "--eval-episodes", "1000"]
+    words += ["--sweep", "num_steps=16,32", "--run-dir", str(tmp_path / "run")]
+    assert cli.train_command(words) == 2
+    error = capsys.readouterr().err
+    assert (
+        "the environments of envpool/CartPole-v1 need 1.96 GiB, and there is room for 1.0" in error
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_cannot_be_filmed_is_said_before_it_is_trained(tmp_path, capsys):
     options = "--env envpool/FrozenLake-v1 --video-every 100 --run-dir"
     assert cli.train_command([*options.split(), str(tmp_path / "run")]) == 2
