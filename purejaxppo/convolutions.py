@@ -76,7 +76,7 @@ def convolve_xla(x: Array, kernel: Array, stride: int) -> Array:
 
     Bytes, 0 ... 255, stand for 0 ... 1.
     """
-    images = _in_float(x).reshape(-1, *x.shape[-3:])
+    images = _in_float(x).reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
     layout = ("NHWC", "HWIO", "NHWC")
     out = jax.lax.conv_general_dilated(
         images, kernel, (stride, stride), "VALID", None, None, layout
@@ -89,7 +89,7 @@ def fastest(x: Array, kernel: Array, stride: int) -> Callable[[Array, Array, int
 
     Winograd's filters need many images, channels and positions: their products are many and small.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not math.prod(x.shape[:-3]):
         return convolve_xla
     channels = min(stride**2 * kernel.shape[2], kernel.shape[3])
     if channels < 32 or min(_positions(x, kernel, stride)) <= 4:

@@ -21,7 +21,6 @@ from purejaxppo.policy import Policy, acting
 from purejaxppo.program import Program
 from purejaxppo.sweep import Run
 from purejaxppo.types import Metrics, PyTree, TrainState
-from purejaxppo.values import ConfigError
 
 # A chunk lasts about so long, so that progress moves and Ctrl-C is heard.
 _CHUNK_SECONDS = 0.5
@@ -54,12 +53,13 @@ class Training:
     ) -> None:
         self.options, self.runs, self.display = options, runs, display
         self.config = runs[0].setting.config
-        block = effort = None
+        block, effort, begun = None, None, 0
         if checkpoint is not None:
+            begun = checkpoint.iteration
             block = checkpoint.facts["block"]
             if checkpoint.facts["iterations"] == self.config.iterations:
                 effort = checkpoint.facts.get("effort", "full")  # as older versions always compiled
-        self.program = Program(options, runs, memory, block, effort)
+        self.program = Program(options, runs, memory, block, effort, begun)
         if options.video_every:
             from purejaxppo.render import find_sketch  # takes its time to import
 
@@ -375,8 +375,8 @@ class Training:
         path = self._videos / f"run{run.number}-{steps:012d}.gif"
         try:
             render(policy, path, episodes=1, sampled=self.options.eval_sampled)
-        except ConfigError as error:  # a film is not worth a training
-            self.display.say(f"no video: {error}")
+        except Exception as error:  # a film is not worth a training, whatever its environment draws
+            self.display.say(f"no video: {type(error).__name__}: {error}")
         else:
             self._tables.video(run.number, steps, path)
 

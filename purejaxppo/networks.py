@@ -60,7 +60,7 @@ class Torso(nn.Module):
         for features, size, stride in self.cnn_layers:
             x = activation(Conv(features, size, stride, self.convolution)(x))
         if self.cnn_layers:
-            x = x.reshape(*x.shape[:-3], -1)
+            x = x.reshape(*x.shape[:-3], math.prod(x.shape[-3:]))
         for width in self.layers:
             x = activation(_dense(width)(x))
         return x

@@ -116,9 +116,10 @@ def make_footprint(
     per_sample = nbytes(states.env_state.obs) // (each * config.num_envs)
     per_sample += 4 * (2 * num_outputs(env.action_space) + 10)
     rollout = config.batch_size * per_sample
+    order = 4 * config.update_epochs * config.batch_size
     metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
     held = 2 * state + metrics + saved // plan.shards
-    work = int(2.5 * rollout + 2 * (state + pool) + 2.5 * _activations(setup))
+    work = int(2.5 * rollout + 2 * order + 2 * (state + pool) + 2.5 * _activations(setup))
     per_episode = 2 * nbytes(states.env_state) // (each * config.num_envs)
     per_episode += 4 * setup.agent.num_units
     return Footprint(held, max(work, eval_episodes * per_episode))

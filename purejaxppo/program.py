@@ -38,6 +38,7 @@ class Program:
         memory: for the arrays of all of them.
         block: of so many runs, as before, where the options leave it open.
         effort: that its chunk was compiled with before, likewise.
+        begun: the iteration that it goes on from.
 
     Attributes:
         env: one environment, as `envs.make` gives it.
@@ -62,8 +63,9 @@ class Program:
         memory: Memory,
         block: int | None = None,
         effort: str | None = None,
+        begun: int = 0,
     ) -> None:
-        self.options, self.runs, self._effort_before = options, runs, effort
+        self.options, self.runs, self._effort_before, self._begun = options, runs, effort, begun
         self.config = runs[0].setting.config
         self.env = envs.make(self.config.env, self.config.env_options)
         self.external = envs.is_external(self.env)
@@ -87,9 +89,9 @@ class Program:
         """The programs of a plan, and the runs on its devices."""
         self.plan = plan
         seeds = [run.seed for run in self.runs]
-        setup = make_setup(_share(self.config, plan.shards), self.env, seeds)
+        setup = make_setup(_share(self.config, plan.shards), self.env, seeds, self._begun)
         episodes = max(1, -(-self.options.eval_episodes // plan.shards))
-        self.eval_env = envs.vectorize(self.config, self.env, episodes, seeds)
+        self.eval_env = envs.vectorize(self.config, self.env, episodes, seeds, self._begun)
         self.trainer = Trainer(setup, plan, self.eval_env, self.options.eval_sampled)
         self.hypers = self.trainer.shard(stack_hypers([run.setting.hyper for run in self.runs]))
         self.start = (self.trainer.shard(np.array(seeds, np.uint32)), self.hypers, ())

@@ -23,9 +23,9 @@ from jax import Array
 from PIL import Image, ImageDraw, ImageFont
 
 from purejaxppo import envs
-from purejaxppo.agent import Agent, is_bytes
+from purejaxppo.agent import Agent
 from purejaxppo.devices import split_keys
-from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState
+from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState, finite_start
 from purejaxppo.envs.images import Images, of_environment
 from purejaxppo.evaluate import MAX_STEPS, key_of
 from purejaxppo.policy import Policy, act
@@ -65,7 +65,7 @@ def render(
     """Draws whole episodes of a policy, those that `policy.play` plays with this seed; of an
     environment outside of the program, successive games of one.
 
-    A frame is a state, at the environment's own pace but at most 25 frames a second. So that a GIF
+    A frame is a state, at the environment's own pace, where that is known, but at most 25 frames a second. So that a GIF
     stays at a few MB, an episode has at most max_frames / episodes of them: where one would need
     more, all show only every k-th state and play so much faster, which is written above them. An
     episode without a time limit is given up after `MAX_STEPS`.
@@ -105,9 +105,7 @@ def find_sketch(env: Environment, name: str) -> Sketch:
     if tried.returncode:
         reason = (tried.stderr.strip() or "?").splitlines()[-1]
         raise ConfigError(f"{name} cannot be drawn here: {reason}")
-    # Steps a second: Atari, of bytes, has 60 frames and four to a step.
-    rate = 15 if is_bytes(env.observation_space) else 50
-    return Sketch(draw=Image.fromarray, sees=lambda states: states, rate=rate)
+    return Sketch(draw=Image.fromarray, sees=lambda states: states, rate=outside.rate)
 
 
 _TRY_TO_DRAW = """
@@ -135,7 +133,7 @@ def _shoot_outside(
         states, _, now = env.step(key[None], states, action.reshape(1, -1))
         return states, jax.tree.map(lambda x: x[0], now)
 
-    reset, stride = jax.jit(env.reset), _pace(sketch)
+    reset, stride = jax.jit(lambda key: finite_start(env.reset(key))), _pace(sketch)
     rolls = []
     for number in range(episodes):
         env.prepare()
@@ -240,7 +238,7 @@ def _play(
     def unfinished(carry: tuple[Array, PyTree, _Film]) -> Array:
         return (carry[0] < limit) & ~jnp.all(carry[2].episode.ended)
 
-    states = env.reset(key_reset)
+    states = finite_start(env.reset(key_reset))
     zeros = jnp.zeros(each.shape)
     episode = Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32))
     slots = jax.tree.map(

@@ -56,7 +56,9 @@ def sketch_of(env: Environment, name: str) -> Sketch:
     for owner in (env,) if physics else (env, inner):
         own = getattr(owner, "render", None)
         if callable(own) and _takes_a_state(own):
-            return Sketch(functools.partial(_draw_own, name, own), _state, 15)
+            # Octax draws itself too: some of 60 frames a second are a step.
+            rate = 60 / getattr(inner, "frame_skip", 4)
+            return Sketch(functools.partial(_draw_own, name, own), _state, rate)
     known = SKETCHES.get(getattr(inner, "name", ""))
     if known is not None:
         return known._replace(draw=functools.partial(known.draw, env))

@@ -28,6 +28,9 @@ class MultiDiscrete:
 
     nvec: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nvec", tuple(map(int, self.nvec)))  # of a list or an array, too
+
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.nvec),)
@@ -38,12 +41,19 @@ class MultiDiscrete:
 
 @dataclass(frozen=True)
 class Box:
-    """Arrays of one shape between two bounds, each a number or a flat tuple in C order."""
+    """Arrays of one shape between two bounds, each a number or, as given or in C order, one for each entry."""
 
     low: float | tuple[float, ...]
     high: float | tuple[float, ...]
     shape: tuple[int, ...]
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            bound = np.asarray(getattr(self, name), np.float64)
+            plain = tuple(bound.ravel().tolist()) if bound.ndim else float(bound)
+            object.__setattr__(self, name, plain)
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
 
     @property
     def size(self) -> int:

@@ -27,13 +27,16 @@ from purejaxppo.values import ConfigError
 
 
 def make_setup(
-    config: Config, env: envs.Environment | None = None, seeds: Sequence[int] = (0,)
+    config: Config,
+    env: envs.Environment | None = None,
+    seeds: Sequence[int] = (0,),
+    begun: int = 0,
 ) -> ppo.Setup:
     """Environment and agent of a configuration.
 
     Args:
         env: in place of the one that the configuration names.
-        seeds: of the runs, see `envs.vectorize`.
+        seeds, begun: of the runs, see `envs.vectorize`.
 
     Raises:
         ConfigError: a value that an option does not allow, an unknown environment, or an option
@@ -45,7 +48,7 @@ def make_setup(
     if env is None:
         env = envs.make(config.env, config.env_options)
     check_described(type(env).__name__, env)
-    vector = envs.vectorize(config, env, seeds=seeds)
+    vector = envs.vectorize(config, env, seeds=seeds, begun=begun)
     agent = make_agent(config, vector.observation_space, vector.action_space)
     return ppo.Setup(config, vector, agent)
 

@@ -169,6 +169,8 @@ def test_physics_that_breaks_ends_its_episode_and_harms_nothing_else(pendulums):
         ("brax/ant", {"backend": "sprng"}, "did you mean spring"),
         ("ant", {"episode_length": 0}, "episode_length=0: must be a whole number, at least 1"),
         ("ant", {"action_repeat": 1.5}, "action_repeat=1.5"),
+        ("hopper", {"n_frames": 0}, "n_frames=0: must be a whole number, at least 1"),
+        ("ant", {"healthy_z_range": 1}, "--env-args of brax/ant: "),
         ("ant", {"episode_lenght": 10}, "did you mean episode_length"),
         ("brax/ants", {}, "did you mean brax/ant"),
     ],

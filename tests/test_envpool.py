@@ -346,7 +346,7 @@ def test_what_cannot_be_filmed_is_said_before_it_is_trained(tmp_path, capsys):
 
 
 @needs_envpool
-def test_a_training_and_its_resumption(tmp_path, capsys):
+def test_a_training_and_its_resumption(tmp_path, capsys, monkeypatch):
     run_dir = str(tmp_path / "run")
     options = [*SMALL.split(), "--env", "envpool/Acrobot-v1", "--env-args", "max_episode_steps=20"]
     options += ["--num-seeds", "2", "--eval-episodes", "3", "--run-dir", run_dir]
@@ -355,7 +355,15 @@ def test_a_training_and_its_resumption(tmp_path, capsys):
     )
     out = capsys.readouterr().out
     assert "environments step in C++ threads" in out
-    assert cli.train_command(["--resume", run_dir, "--total-timesteps", "128"]) == 0
+    words = []
+    seeded = envpool.make
+    monkeypatch.setattr(envpool, "make", lambda *a, **k: words.append(k["seed"]) or seeded(*a, **k))
+    for steps in ("96", "128"):
+        assert cli.train_command(["--resume", run_dir, "--total-timesteps", steps]) == 0
+    assert len(words) == 4  # to train and to evaluate, each time with others
+    assert len({word for seeds in words for word in seeds}) == sum(map(len, words))
+    capsys.readouterr()
+    assert cli.train_command(["--resume", run_dir, "--total-timesteps", "160"]) == 0
     out = capsys.readouterr().out
     assert "not bit for bit: environments outside of the program begin anew" in " ".join(
         out.split()

@@ -295,6 +295,11 @@ def test_statistics_are_applied_before_flattening():
     np.testing.assert_allclose(actual, (np.arange(8.0).reshape(2, 4) - 1) / 2, rtol=1e-6)
 
 
+def test_no_images_at_all():
+    agent, params = agent_and_params(MINATAR, Discrete(3))
+    assert apply(agent, params, jnp.zeros((0, *MINATAR.shape))).policy.mode().shape == (0,)
+
+
 def test_any_number_of_leading_axes():
     agent, params = agent_and_params(*CARTPOLE, torso_layers=(8,))
     obs = jnp.float32(np.random.default_rng(0).normal(size=(3, 5, 4)))
@@ -329,6 +334,13 @@ def test_gaussian_on_an_unbounded_side_keeps_its_own_units():
     np.testing.assert_array_equal(policy.to_env(jnp.array([[-9.0, -9, 9]])), [[-9.0, 0, 5]])
     gradient = jax.grad(lambda p: jnp.sum(apply(agent, p, jnp.ones((1, 3))).policy.mean))(params)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
+def test_spaces_of_arrays_and_lists_may_be_hashed():
+    low, high = np.float32([[0.0, -1.0]]), np.array([[1, 2]])
+    box = Box(low, high, [1, 2])
+    assert box == Box((0.0, -1.0), (1.0, 2.0), (1, 2))
+    assert len({box, Box(low, high, (1, 2)), MultiDiscrete([3, 2]), MultiDiscrete((3, 2))}) == 2
 
 
 def test_a_gaussian_starts_within_the_box():

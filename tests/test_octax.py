@@ -32,6 +32,9 @@ def test_arguments_and_names():
     assert envs.make("octax/pong", {"max_num_steps_per_episodes": 7}).max_episode_steps == 7
     with pytest.raises(ConfigError, match="has no argument 'frame_skips'; did you mean frame_skip"):
         envs.make("octax/pong", {"frame_skips": 2})
+    for wrong in ({"fps": 0}, {"fps": 1000}, {"frame_skip": 2.5}, {"instruction_frequency": "x"}):
+        with pytest.raises(ConfigError, match="--env-args "):
+            envs.make("octax/pong", wrong)
     with pytest.raises(
         ConfigError, match="unknown environment 'octax/brixx'; did you mean octax/brix"
     ):
@@ -46,4 +49,6 @@ def test_every_listed_game_is_there():
 
 
 def test_games_draw_themselves():
-    find_sketch(envs.make("octax/brix"), "octax/brix")
+    for skip in (4, 8):
+        env = envs.make("octax/brix", {"frame_skip": skip})
+        assert find_sketch(env, "octax/brix").rate == 60 / skip

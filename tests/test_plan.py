@@ -68,10 +68,17 @@ def test_registered_environments_may_have_images():
     assert not suits_one_thread(Config(env="mine"))
 
 
-@pytest.mark.parametrize(("may_truncate", "num_minibatches"), [(False, 4), (True, 64)])
-def test_a_footprint_lies_above_what_is_compiled_and_not_far(may_truncate, num_minibatches):
-    """Also where as many final observations as steps are to be valued."""
-    config = Config(num_envs=64, num_steps=128, num_minibatches=num_minibatches)
+@pytest.mark.parametrize(
+    ("may_truncate", "num_minibatches", "update_epochs"),
+    [(False, 4, 4), (True, 64, 4), (False, 4, 800)],
+)
+def test_a_footprint_lies_above_what_is_compiled_and_not_far(
+    may_truncate, num_minibatches, update_epochs
+):
+    """Also where as many final observations as steps are to be valued, and where shuffles are large."""
+    config = Config(
+        num_envs=64, num_steps=128, num_minibatches=num_minibatches, update_epochs=update_epochs
+    )
     env = Unusual(may_truncate=may_truncate, shape=(4,))
     plan = Plan(num_runs=4, num_devices=1, block=2)
     trainer = Trainer(make_setup(config, env), plan)

@@ -211,6 +211,28 @@ def test_an_environment_of_gymnax_style_may_too():
     assert image.getcolors() == [(image.width * image.height, (7, 7, 7))]
 
 
+class Unseen(Own):
+    """Begins with what is no number, which a policy sees as zeros."""
+
+    def reset(self, key):
+        return super().reset(key)[0], jnp.full(1, jnp.nan)
+
+    def step(self, key, state, action):
+        state, step = super().step(key, state, action)
+        return state, step.replace(reward=action.astype(jnp.float32))
+
+
+def test_a_film_begins_with_what_a_policy_sees(tmp_path):
+    envs.register("Unseen", Unseen)
+    policy = make_policy("Unseen")
+    policy.params["policy_head"]["bias"] = np.float32(
+        [-9.0, 9.0]
+    )  # the other one of what is no number
+    returns = render.render(policy, tmp_path / "film.gif", episodes=2)
+    np.testing.assert_array_equal(returns, play(policy, 2).score)
+    assert returns == [6.0, 6.0]
+
+
 class Blank(Own):
     render = None
 

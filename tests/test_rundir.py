@@ -22,7 +22,7 @@ from trainings import (
 )
 
 import purejaxppo
-from purejaxppo import checkpoint, cli, host, machine, rundir
+from purejaxppo import checkpoint, cli, host, machine, render, rundir
 from purejaxppo.display import Display
 from purejaxppo.policy import play
 from purejaxppo.values import ConfigError
@@ -239,12 +239,16 @@ def test_export_and_render_commands(swept, tmp_path, capsys):
     assert "--episodes 0: must be at least 1" in capsys.readouterr().err
 
 
-def test_videos_during_a_training(tmp_path, capsys):
+def test_videos_during_a_training(tmp_path, capsys, monkeypatch):
     path = tmp_path / "run"
     assert train(path, 5, "--video-every", str(2 * PER_ITERATION)) == 0
     names = sorted(file.name for file in (path / "videos").iterdir())
     assert names == [f"run0-{PER_ITERATION * i:012d}.gif" for i in (2, 4, 5)]
     capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(render, "_picture", lambda *_: [][0])
+        assert train(tmp_path / "undrawn", 5, "--video-every", "64") == 0
+    assert capsys.readouterr().out.count("no video: IndexError: list index out of range") == 3
     status = train(tmp_path / "bandit", 5, "--env", "SimpleBandit-bsuite", "--video-every", "64")
     assert status == 2
     out, err = capsys.readouterr()

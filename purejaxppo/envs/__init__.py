@@ -218,7 +218,11 @@ def is_external(env: Any) -> bool:
 
 
 def vectorize(
-    config: Config, env: Any, episodes: int | None = None, seeds: Sequence[int] = (0,)
+    config: Config,
+    env: Any,
+    episodes: int | None = None,
+    seeds: Sequence[int] = (0,),
+    begun: int = 0,
 ) -> VectorEnvironment:
     """Copies of an environment, with observations as the configuration wants them.
 
@@ -226,6 +230,7 @@ def vectorize(
         env: from `make`.
         episodes: how many, for an evaluation of as many episodes; as the training has, if not given.
         seeds: of the runs that it will be vmapped over, for environments outside of the program.
+        begun: the iteration that those go on from: with other episodes than the first ones again.
 
     Raises:
         ConfigError: the configuration wants of observations what they are not.
@@ -235,7 +240,7 @@ def vectorize(
         vector = dataclasses.replace(
             env,
             num_envs=episodes or config.num_envs,
-            seeds=tuple(np.random.SeedSequence([seed, use]) for seed in seeds),
+            seeds=tuple(np.random.SeedSequence([seed, use, begun]) for seed in seeds),
         )
     elif episodes is None:
         reached = min(config.pool_size, config.num_steps)

@@ -67,6 +67,14 @@ def check_described(name: str, env: Described) -> None:
         )
 
 
+def try_out(env: Environment) -> None:
+    """Traces a reset and a step, so that they raise what is wrong with an environment's arguments."""
+    key, space = jax.random.key(0), env.action_space
+    state, _ = jax.eval_shape(env.reset, key)
+    dtype = jnp.float32 if isinstance(space, Box) else jnp.int32
+    jax.eval_shape(env.step, key, state, jax.ShapeDtypeStruct(space.shape, dtype))
+
+
 class VectorEnvironment(Described, Protocol):
     """N environments that begin a new episode by themselves: what the trainer sees.
 

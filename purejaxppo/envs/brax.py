@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from purejaxppo.envs.base import strong_types
+from purejaxppo.envs.base import strong_types, try_out
 from purejaxppo.spaces import Box
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
@@ -106,7 +106,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         )
     arguments = env_args | {"backend": backend}
     wrapping = {k: arguments.pop(k) for k in ("episode_length", "action_repeat") if k in env_args}
-    check_positive(wrapping)
+    check_positive({k: env_args[k] for k in (*wrapping, "n_frames") if k in env_args})
     with quietly():
         import brax.envs
 
@@ -115,10 +115,12 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         known |= {"backend", "episode_length", "action_repeat", "n_frames", "debug"}
         check_arguments(name, env_args, known)
         try:
-            env = factory(**arguments)
+            env = BraxEnvironment(factory(**arguments), **wrapping)
+            if arguments.keys() - {"backend"}:
+                try_out(env)
+            return env
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             raise ConfigError(f"--env-args of {name}: {error}") from None
-        return BraxEnvironment(env, **wrapping)
 
 
 def check_positive(counts: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from purejaxppo.values import ConfigError, check_arguments, suggest
 # What the trainer decides, not the user.
 _OURS = {
     "num_envs", "batch_size", "num_threads", "max_num_players", "thread_affinity_offset",
-    "base_path", "seed", "env_seed", "gym_reset_return_info",
+    "base_path", "seed", "env_seed", "task", "gym_reset_return_info",
 }  # fmt: skip
 _LIVES = 16  # more than a game has: a step each that only goes on after a life
 
@@ -84,7 +84,10 @@ class EnvPool:
         # A program holds the address of its pool, so no other process may find it in the cache.
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
-        return envpool.make(self.task, env_type="gymnasium", **size, **self.arguments)
+        try:
+            return envpool.make(self.task, env_type="gymnasium", **size, **self.arguments)
+        except (RuntimeError, ValueError, TypeError) as error:  # of a file that is not there, say
+            raise ConfigError(f"envpool/{self.task}: {error}") from None
 
     @functools.cached_property
     @_its_own_way()
@@ -104,6 +107,16 @@ class EnvPool:
             return handle, _read(*said)
 
         return handle, over_runs(first, len(self.seeds)), over_runs(act, len(self.seeds))
+
+    @property
+    def rate(self) -> float:
+        """Steps a second as games are played: Atari's of some of 60 frames; most say nothing of it."""
+        import envpool  # pyright: ignore[reportMissingImports]
+
+        options = envpool.make_spec(self.task, **self.arguments).config
+        if "episodic_life" in options._fields:
+            return 60 / options.frame_skip
+        return getattr(options, "policy_frequency", 50)
 
     def frames(self) -> np.ndarray:
         """[R * N, H, W, 3] bytes, where `arguments` have the render_mode rgb_array."""

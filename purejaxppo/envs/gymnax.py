@@ -120,11 +120,5 @@ def convert_space(space: Any) -> spaces.Space:
         return spaces.MultiDiscrete(tuple(int(n) for n in space.nvec))
     if kind == "Box":
         shape = (space.shape,) if isinstance(space.shape, int) else tuple(space.shape)
-        return spaces.Box(_bound(space.low), _bound(space.high), shape, np.dtype(space.dtype).name)
+        return spaces.Box(space.low, space.high, shape, np.dtype(space.dtype).name)
     raise ConfigError(f"spaces of the kind {kind} are not supported")
-
-
-def _bound(bound: Any) -> float | tuple[float, ...]:
-    """A number, or a flat tuple."""
-    array = np.asarray(bound, np.float64)
-    return float(array) if array.ndim == 0 else tuple(array.ravel().tolist())

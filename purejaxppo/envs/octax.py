@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from purejaxppo import spaces
+from purejaxppo.envs.base import try_out
+from purejaxppo.envs.brax import check_positive
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -65,6 +67,13 @@ def make(name: str, env_args: dict[str, Any]) -> OctaxEnvironment:
         raise ConfigError(f"{name}: {error}: pip install 'purejaxppo[octax]'") from None
     check_arguments(name, env_args, _ARGUMENTS)
     game = name.removeprefix("octax/")
-    with _quietly():
-        env, _ = create_environment(game, render_mode="rgb_array", **env_args)
-    return OctaxEnvironment(env)
+    try:
+        check_positive(env_args)
+        with _quietly():
+            env, _ = create_environment(game, render_mode="rgb_array", **env_args)
+        made = OctaxEnvironment(env)
+        if env_args:
+            try_out(made)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"--env-args of {name}: {error}") from None
+    return made
