@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from purejaxppo.config import Config, ConfigError, Hyper, RunOptions, Settings
     from purejaxppo.envs import list_environments, load_settings, make, register
-    from purejaxppo.policy import Policy, load_policy
-    from purejaxppo.train import make_train, stack_hypers
+    from purejaxppo.policy import Policy, act, load_policy
+    from purejaxppo.train import make_setup, make_train, stack_hypers
 
 __version__ = "0.2.0"
 
@@ -20,10 +20,12 @@ __all__ = [
     "Policy",
     "RunOptions",
     "Settings",
+    "act",
     "list_environments",
     "load_policy",
     "load_settings",
     "make",
+    "make_setup",
     "make_train",
     "register",
     "stack_hypers",

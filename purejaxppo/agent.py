@@ -199,7 +199,7 @@ def check_spaces(config: Config, observation_space: Space, action_space: Space) 
             f"{observation_space}, which is one-hot encoded"
         )
     choices = getattr(action_space, "nvec", ()), (getattr(action_space, "n", 1),)
-    if 0 in itertools.chain(action_space.shape, *choices):
+    if any(n < 1 for n in itertools.chain(action_space.shape, *choices)):
         raise ConfigError(
             f"{config.env}: there is nothing to choose among its actions, {action_space}"
         )

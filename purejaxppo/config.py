@@ -174,7 +174,7 @@ class RunOptions:
     runs_per_block: Literal["auto"] | int = "auto"
     """Runs vmapped at a time on a device. auto: on a CPU what a core's cache holds, up to 8; else what fits in memory."""
     memory_limit: str | None = None
-    """Memory to stay below, as 8GiB, of each accelerator or of a process on CPUs; by default what is free."""
+    """Memory to plan for, as 8GiB, of each accelerator or of a process on CPUs; by default what is free. To compile may take more."""
     shard: Literal["runs", "environments"] = "runs"
     """What devices divide: runs, or the environments of each run."""
     distributed: bool = False

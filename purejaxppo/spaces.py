@@ -49,11 +49,16 @@ class Box:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        shape = tuple(map(int, np.atleast_1d(self.shape)))  # of a list or a number, too
+        object.__setattr__(self, "shape", shape)
         for name in ("low", "high"):
             bound = np.asarray(getattr(self, name), np.float64)
+            if bound.ndim and bound.size != math.prod(shape):
+                raise ValueError(
+                    f"Box: {name} has {bound.size} numbers for the shape {list(shape)}"
+                )
             plain = tuple(bound.ravel().tolist()) if bound.ndim else float(bound)
             object.__setattr__(self, name, plain)
-        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
 
     @property
     def size(self) -> int:

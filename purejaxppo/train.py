@@ -18,11 +18,12 @@ from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
 from purejaxppo.effort import cpu_options
-from purejaxppo.envs.base import VectorEnvironment, check_described
+from purejaxppo.envs.base import VectorEnvironment
+from purejaxppo.envs.custom import check
 from purejaxppo.evaluate import evaluate
 from purejaxppo.plan import MAX_CHUNK, Plan
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
-from purejaxppo.validation import validate_desired_kl, validated
+from purejaxppo.validation import validate_desired_kl, validate_hyper, validated
 from purejaxppo.values import ConfigError
 
 
@@ -47,7 +48,6 @@ def make_setup(
     config = validated(config)
     if env is None:
         env = envs.make(config.env, config.env_options)
-    check_described(type(env).__name__, env)
     vector = envs.vectorize(config, env, seeds=seeds, begun=begun)
     agent = make_agent(config, vector.observation_space, vector.action_space)
     return ppo.Setup(config, vector, agent)
@@ -60,10 +60,15 @@ def make_train(
 
     It returns the final state and metrics [iterations].
 
+    Args:
+        env: an `Environment`, in place of the one that the configuration names.
+
     Raises:
-        ConfigError: as `make_setup`, or an environment outside of the program; when called, a Hyper
-            that does not go with the configuration.
+        ConfigError: as `make_setup`, an environment outside of the program, or one that is not as the
+            protocol says; when called, a Hyper that does not go with the configuration.
     """
+    if env is not None:
+        check(type(env).__name__, env)
     setup = make_setup(config, env)
     if setup.env.external:
         raise ConfigError(
@@ -94,8 +99,11 @@ def stack_hypers(hypers: list[Hyper]) -> Hyper:
     """[R] one hyperparameter set a run.
 
     Raises:
-        ConfigError: there is none, or some leave out an optional one that others have.
+        ConfigError: there is none, some leave out an optional one that others have, or a value is out
+            of range.
     """
+    for hyper in hypers:
+        validate_hyper(hyper)
     if len({jax.tree.structure(hyper) for hyper in hypers}) != 1:
         raise ConfigError("hypers: at least one, and all with the same optional values left out")
     return jax.tree.map(lambda *x: np.asarray(x, np.float32), *hypers)

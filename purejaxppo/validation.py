@@ -38,6 +38,12 @@ def validate(settings: Settings) -> None:
         require(min(layer) >= 1, "cnn_layers", layer, "features, kernel and stride of at least 1")
     known = f"one of {', '.join(ACTIVATIONS)}"
     require(config.activation in (None, *ACTIVATIONS), "activation", config.activation, known)
+    validate_hyper(hyper)
+    _validate_together(config, hyper, run)
+
+
+def validate_hyper(hyper: Hyper) -> None:
+    """Raises ConfigError for a value out of range."""
     for name in ("gamma", "gae_lambda"):
         require(0 <= getattr(hyper, name) <= 1, name, getattr(hyper, name), "in 0 ... 1")
     for name in ("ent_coef", "vf_coef"):
@@ -50,7 +56,6 @@ def validate(settings: Settings) -> None:
     ):  # fmt: skip
         value = getattr(hyper, name)
         require(value is None or value > 0, name, value, "above 0")
-    _validate_together(config, hyper, run)
 
 
 def validated(config: Config) -> Config:

@@ -1,6 +1,7 @@
 """Vectorisation, resets, clock, episode statistics, and finding environments by name."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +218,36 @@ def test_what_would_lose_digits_is_refused(begun, given):
         play(Vectorized(Counter(limit=3), 2), 4)
 
 
+@pytest.mark.parametrize("first", [lambda key: 0, jax.random.uniform])
+def test_state_that_is_kept_on_the_object_is_refused(first):
+    class Forgetful(Countdown):
+        def reset(self, key):
+            self.place = first(key)
+            return super().reset(key)
+
+        @functools.cached_property
+        def size(self):
+            return 5
+
+        def step(self, key, state, action):
+            assert self.size == 5
+            return super().step(key, state, action)
+
+    with pytest.raises(ConfigError, match=r"Forgetful: its reset or step changes self\.place"):
+        envs.custom.check("Forgetful", Forgetful())
+    envs.custom.check("Countdown", Countdown())
+
+
+def test_bounds_the_wrong_way_round_are_refused():
+    env = Countdown()
+    for space in (Box(1.0, -1.0, (1,)), Box(np.nan, 1.0, (1,))):
+        env.observation_space = space
+        with pytest.raises(ConfigError, match="with a lower bound above the upper"):
+            envs.custom.check("Countdown", env)
+    with pytest.raises(ValueError, match=r"Box: high has 1 numbers for the shape \[2\]"):
+        Box(0.0, (1.0,), (2,))
+
+
 class Unseen(Countdown):
     """Every other episode begins with what is not a number."""
 
@@ -302,6 +333,7 @@ NO = jnp.zeros((), bool)
         ("reset", lambda _: jnp.zeros(1), r"reset gives a \S+: must be \(state, obs\)"),
         ("reset", lambda _: (1, jnp.zeros(1), {}), r"reset gives a tuple of 3: must be"),
         ("reset", lambda _: (1, jnp.zeros(2)), r"reset's obs has the shape \[2\]: must be \[1\]"),
+        ("reset", lambda _: (1, {"pixels": 0}), r"reset's obs is a dict: must be one array"),
         ("step", lambda *_: (1, jnp.zeros(1), 0.0, NO, {}), "step gives a tuple of 5: must be"),
         (
             "step",
@@ -392,6 +424,8 @@ def test_gymnax_style_environment_of_the_users():
         reset_env = step_env = lambda *_: None
         is_truncated = lambda *_: False  # noqa: E731
 
+    with pytest.raises(ConfigError, match="default_params are None: must be a dataclass"):
+        envs.gymnax.build("mine", type("Bare", (Endless,), {"default_params": None}), {})
     assert envs.gymnax.GymnaxEnvironment(Endless()).max_episode_steps is None
 
 

@@ -340,6 +340,7 @@ def test_spaces_of_arrays_and_lists_may_be_hashed():
     low, high = np.float32([[0.0, -1.0]]), np.array([[1, 2]])
     box = Box(low, high, [1, 2])
     assert box == Box((0.0, -1.0), (1.0, 2.0), (1, 2))
+    assert Box(-1.0, 1.0, 2) == Box(-1.0, 1.0, (2,))
     assert len({box, Box(low, high, (1, 2)), MultiDiscrete([3, 2]), MultiDiscrete((3, 2))}) == 2
 
 
@@ -392,6 +393,7 @@ def test_the_action_space_decides_the_distribution(space, wanted, kind):
         ({}, CARTPOLE[0], Box(0.0, 1.0, (0,)), "nothing to choose among its actions"),
         ({}, CARTPOLE[0], MultiDiscrete(()), "nothing to choose among its actions"),
         ({}, CARTPOLE[0], MultiDiscrete((2, 0)), "nothing to choose among its actions"),
+        ({}, CARTPOLE[0], Discrete(-1), "nothing to choose among its actions"),
         ({}, CARTPOLE[0], Discrete(0), "nothing to choose among its actions"),
         ({}, MultiDiscrete((2, 2)), Discrete(2), "observations.*not supported"),
         ({"normalize_observations": True}, Discrete(4), Discrete(2), "--normalize-observations"),

@@ -18,7 +18,7 @@ def test_python_example(capsys):
     small = code.replace("total_timesteps=500_000", "total_timesteps=4096")
     assert small != code
     exec(small, {})
-    assert capsys.readouterr().out == "(8, 2)\n"
+    assert capsys.readouterr().out == "(8, 2)\n(8, 16)\n"
 
 
 def test_links_lead_somewhere():

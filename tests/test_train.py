@@ -201,6 +201,22 @@ def test_an_environment_made_in_python_is_checked(limit):
         make_train(CONFIG, env)
 
 
+def test_an_environment_made_in_python_has_to_give_what_the_protocol_says():
+    class Mistaken(type(WALK)):
+        def reset(self, key):
+            return super().reset(key)[0], {}
+
+    with pytest.raises(ConfigError, match="Mistaken: its reset's obs is a dict"):
+        make_train(CONFIG, Mistaken())
+    with pytest.raises(ConfigError, match="it has no observation_space"):
+        make_train(CONFIG, "Acrobot-v1")
+
+
+def test_hyperparameters_made_in_python_are_validated():
+    with pytest.raises(ConfigError, match=r"--gamma 99.0: must be in 0 \.\.\. 1"):
+        stack_hypers([Hyper(), Hyper(gamma=99.0)])
+
+
 def test_a_users_own_axis_is_not_that_of_the_devices():
     keys = jax.random.split(jax.random.key(0), 2)
     train = make_train(dataclasses.replace(CONFIG, total_timesteps=32), WALK)

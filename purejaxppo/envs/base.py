@@ -59,6 +59,10 @@ def check_described(name: str, env: Described) -> None:
         space = getattr(env, attribute)
         if not isinstance(space, Space):
             raise ConfigError(f"{name}: its {attribute} is {space!r}, none of purejaxppo.spaces")
+        if isinstance(space, Box) and not np.less_equal(*space.bounds).all():
+            raise ConfigError(
+                f"{name}: its {attribute} is {space}, with a lower bound above the upper"
+            )
     limit = env.max_episode_steps
     whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
     if limit is not None and not (whole and 1 <= limit < 2**31):  # the clock is an int32

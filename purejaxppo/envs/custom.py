@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from purejaxppo.envs.base import SPACES, Environment, check_described
 from purejaxppo.spaces import Box
@@ -34,9 +35,30 @@ def make(name: str, factory: Factory | None, arguments: dict[str, Any]) -> Envir
         ConfigError: no such module, an argument it does not know, or it is no environment.
     """
     env = _build(name, factory or _import(name), arguments)
-    check_described(name, env)
-    _check_what_it_gives(name, env)
+    check(name, env)
     return env
+
+
+def check(name: str, env: Environment) -> None:
+    """Raises ConfigError where an environment is not as the protocol says, or keeps its state for itself."""
+    _require(name, env, _PROTOCOL)
+    check_described(name, env)
+    before = dict(getattr(env, "__dict__", {}))
+    _check_what_it_gives(name, env)
+    for attribute, value in getattr(env, "__dict__", {}).items():
+        if _is_kept(value, before.get(attribute)) and not isinstance(
+            getattr(type(env), attribute, None), functools.cached_property
+        ):
+            raise ConfigError(
+                f"{name}: its reset or step changes self.{attribute}, which is compiled in as it is "
+                "now: what changes belongs into the state that they give"
+            )
+
+
+def _is_kept(value: Any, before: Any) -> bool:
+    """Whether an attribute seems to be state: something traced, or a number that is another now."""
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(value))
+    return traced or (isinstance(value, int | float) and value is not before and value != before)
 
 
 def _import(name: str) -> Factory:
@@ -76,7 +98,6 @@ def _build(name: str, factory: Factory, arguments: dict[str, Any]) -> Environmen
 
         _require(name, env, _GYMNAX_STYLE)
         return gymnax.GymnaxEnvironment(env)
-    _require(name, env, _PROTOCOL)
     return env
 
 
@@ -105,6 +126,8 @@ def _check_what_it_gives(name: str, env: Environment) -> None:
         if given is not None
     }
     for what, (given, shape) in shapes.items():
+        if not hasattr(given, "shape"):
+            raise ConfigError(f"{name}: its {what} is a {type(given).__name__}: must be one array")
         if given.shape != shape:
             raise ConfigError(
                 f"{name}: its {what} has the shape {list(given.shape)}: must be {list(shape)}"

@@ -97,14 +97,17 @@ def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironmen
         raise ConfigError(f"{name} downloads its data, and that failed: {error}") from None
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"--env-args of {name}: {error}") from None
-    fields = {field.name for field in dataclasses.fields(env.default_params)}
+    params: Any = env.default_params
+    if not dataclasses.is_dataclass(type(params)):
+        raise ConfigError(f"{name}: its default_params are {params!r}: must be a dataclass")
+    fields = {field.name for field in dataclasses.fields(params)}
     check_arguments(name, env_args, accepted | fields)
     changes = {k: v for k, v in env_args.items() if k not in accepted}
     for argument, value in changes.items():
-        numeric = isinstance(getattr(env.default_params, argument), int | float)
+        numeric = isinstance(getattr(params, argument), int | float)
         if numeric and not isinstance(value, int | float):
             raise ConfigError(f"--env-args {argument}={value}: must be a number")
-    return GymnaxEnvironment(env, dataclasses.replace(env.default_params, **changes))
+    return GymnaxEnvironment(env, dataclasses.replace(params, **changes))
 
 
 def convert_space(space: Any) -> spaces.Space:
