@@ -110,7 +110,7 @@ class EnvPool:
 
     @property
     def rate(self) -> float:
-        """Steps a second as games are played: Atari's of some of 60 frames; most say nothing of it."""
+        """Steps a second in real time: of Atari's 60 frames, or as said; of what says nothing, a guess."""
         import envpool  # pyright: ignore[reportMissingImports]
 
         options = envpool.make_spec(self.task, **self.arguments).config
