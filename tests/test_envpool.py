@@ -339,6 +339,16 @@ def test_programs_of_a_sweep_share_the_memory(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@needs_envpool
+def test_what_a_pool_itself_refuses_is_one_line(tmp_path, capsys):
+    words = [*SMALL.split(), "--env", "envpool/Hopper-v5", "--env-args", "xml_file=nowhere.xml"]
+    assert cli.train_command([*words, "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("purejaxppo: error: envpool/Hopper-v5: ")
+    assert error.count("\n") == 1
+
+
+@needs_envpool
 def test_what_cannot_be_filmed_is_said_before_it_is_trained(tmp_path, capsys):
     options = "--env envpool/FrozenLake-v1 --video-every 100 --run-dir"
     assert cli.train_command([*options.split(), str(tmp_path / "run")]) == 2

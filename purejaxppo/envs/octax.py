@@ -67,8 +67,8 @@ def make(name: str, env_args: dict[str, Any]) -> OctaxEnvironment:
         raise ConfigError(f"{name}: {error}: pip install 'purejaxppo[octax]'") from None
     check_arguments(name, env_args, _ARGUMENTS)
     game = name.removeprefix("octax/")
+    check_positive(env_args)
     try:
-        check_positive(env_args)
         with _quietly():
             env, _ = create_environment(game, render_mode="rgb_array", **env_args)
         made = OctaxEnvironment(env)
