@@ -19,7 +19,7 @@ from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
 from purejaxppo.effort import cpu_options
 from purejaxppo.envs.base import VectorEnvironment
-from purejaxppo.envs.custom import check
+from purejaxppo.envs.checks import check_environment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.plan import MAX_CHUNK, Plan
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
@@ -68,7 +68,7 @@ def make_train(
             protocol says; when called, a Hyper that does not go with the configuration.
     """
     if env is not None:
-        check(type(env).__name__, env)
+        check_environment(type(env).__name__, env)
     setup = make_setup(config, env)
     if setup.env.external:
         raise ConfigError(

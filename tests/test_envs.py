@@ -234,8 +234,8 @@ def test_state_that_is_kept_on_the_object_is_refused(first):
             return super().step(key, state, action)
 
     with pytest.raises(ConfigError, match=r"Forgetful: its reset or step changes self\.place"):
-        envs.custom.check("Forgetful", Forgetful())
-    envs.custom.check("Countdown", Countdown())
+        envs.checks.check_environment("Forgetful", Forgetful())
+    envs.checks.check_environment("Countdown", Countdown())
 
 
 def test_bounds_the_wrong_way_round_are_refused():
@@ -243,7 +243,7 @@ def test_bounds_the_wrong_way_round_are_refused():
     for space in (Box(1.0, -1.0, (1,)), Box(np.nan, 1.0, (1,))):
         env.observation_space = space
         with pytest.raises(ConfigError, match="with a lower bound above the upper"):
-            envs.custom.check("Countdown", env)
+            envs.checks.check_environment("Countdown", env)
     with pytest.raises(ValueError, match=r"Box: high has 1 numbers for the shape \[2\]"):
         Box(0.0, (1.0,), (2,))
 

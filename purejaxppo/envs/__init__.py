@@ -12,7 +12,8 @@ import numpy as np
 
 from purejaxppo.config import Config, Settings, read_settings
 from purejaxppo.envs import custom
-from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized, check_described
+from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
+from purejaxppo.envs.checks import check_described
 from purejaxppo.envs.custom import Factory
 from purejaxppo.envs.images import prepare_images
 from purejaxppo.values import ConfigError, suggest

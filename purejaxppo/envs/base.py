@@ -11,7 +11,6 @@ import chex
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import Array
 
@@ -51,32 +50,6 @@ class Environment(Described, Protocol):
     def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
         """The next state, whose `obs` is the final one where the episode ended."""
         ...
-
-
-def check_described(name: str, env: Described) -> None:
-    """Raises ConfigError where what an environment says of itself cannot be used."""
-    for attribute in SPACES:
-        space = getattr(env, attribute)
-        if not isinstance(space, Space):
-            raise ConfigError(f"{name}: its {attribute} is {space!r}, none of purejaxppo.spaces")
-        if isinstance(space, Box) and not np.less_equal(*space.bounds).all():
-            raise ConfigError(
-                f"{name}: its {attribute} is {space}, with a lower bound above the upper"
-            )
-    limit = env.max_episode_steps
-    whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
-    if limit is not None and not (whole and 1 <= limit < 2**31):  # the clock is an int32
-        raise ConfigError(
-            f"{name}: its max_episode_steps is {limit!r}: must be a whole number in 1 ... 2**31 - 1, or None"
-        )
-
-
-def try_out(env: Environment) -> None:
-    """Traces a reset and a step, so that they raise what is wrong with an environment's arguments."""
-    key, space = jax.random.key(0), env.action_space
-    state, _ = jax.eval_shape(env.reset, key)
-    dtype = jnp.float32 if isinstance(space, Box) else jnp.int32
-    jax.eval_shape(env.step, key, state, jax.ShapeDtypeStruct(space.shape, dtype))
 
 
 class VectorEnvironment(Described, Protocol):

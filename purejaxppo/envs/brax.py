@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from purejaxppo.envs.base import strong_types, try_out
+from purejaxppo.envs.base import strong_types
+from purejaxppo.envs.checks import check_environment
 from purejaxppo.spaces import Box
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
@@ -117,7 +118,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         try:
             env = BraxEnvironment(factory(**arguments), **wrapping)
             if arguments.keys() - {"backend"}:
-                try_out(env)
+                check_environment(name, env)
             return env
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             raise ConfigError(f"--env-args of {name}: {error}") from None

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from purejaxppo import spaces
-from purejaxppo.envs.base import try_out
 from purejaxppo.envs.brax import check_positive
+from purejaxppo.envs.checks import check_environment
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -73,7 +73,7 @@ def make(name: str, env_args: dict[str, Any]) -> OctaxEnvironment:
             env, _ = create_environment(game, render_mode="rgb_array", **env_args)
         made = OctaxEnvironment(env)
         if env_args:
-            try_out(made)
+            check_environment(name, made)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(f"--env-args of {name}: {error}") from None
     return made
