@@ -52,7 +52,10 @@ def _train(settings: Settings) -> int:
     groups = programs(make_runs(make_settings_of(settings), settings.run))
     runs = sorted((run for group in groups for run in group), key=lambda run: run.number)
     configs = [group[0].setting.config for group in groups]
+    if settings.run.process_id == 0:
+        Display().say(f"waits at {settings.run.coordinator} for the other processes")
     machine.configure(settings.run, len(runs), one_thread=all(map(suits_one_thread, configs)))
+    machine.check_same(rundir.common_options(settings))
     memory = machine.memory_for_arrays(settings.run.memory_limit)
     display = Display(quiet=not machine.is_main())
     with contextlib.ExitStack() as held:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import signal
 import socket
 import threading
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +64,11 @@ def start_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter without a word
-        wanted = os.environ.get("JAX_PLATFORMS", "")
+        names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+        asked = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
         reason = " ".join(str(error).split()) or "JAX has no such devices here"
         raise ConfigError(
-            f"JAX_PLATFORMS={wanted}: {reason}; the extras cuda12, cuda13 and tpu bring accelerators"
+            f"{' '.join(asked)}: {reason}; the extras cuda12, cuda13 and tpu bring accelerators"
         ) from None
 
 
@@ -116,6 +120,27 @@ def _stopping() -> list[signal.Signals]:
     ):  # no Windows
         numbers.append(signal.SIGHUP)
     return numbers
+
+
+def check_same(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError, in all processes, where these are not the same in all of them.
+
+    Args:
+        options: values by the names of options, as plain as YAML has them.
+    """
+    if jax.process_count() == 1:
+        return
+    texts = [json.dumps(value, sort_keys=True, default=list) for value in options.values()]
+    sums = np.array([zlib.crc32(text.encode()) for text in texts], np.uint32)
+    gathered = multihost_utils.process_allgather(sums)
+    same = (gathered == gathered[0]).all(axis=0)
+    different = [
+        name.replace("_", "-") for name, is_same in zip(options, same, strict=True) if not is_same
+    ]
+    if different:
+        raise ConfigError(
+            f"--distributed: the processes were given different --{', --'.join(different)}"
+        )
 
 
 class Interrupt:

@@ -298,6 +298,13 @@ def options_of(settings: Settings) -> dict[str, object]:
     return {name: value for name, value in options.items() if name not in of_run}
 
 
+def common_options(settings: Settings) -> dict[str, object]:
+    """What all processes of a training must be given alike: all but where each one is and writes."""
+    options = settings.to_dict() | {"resume": settings.run.resume is not None}
+    own = ("process_id", "run_dir", "memory_limit")
+    return {name: value for name, value in options.items() if name not in own}
+
+
 def check_options(saved: Mapping[str, object], settings: Settings, where: Path) -> None:
     """Raises ConfigError where `settings` have other options, but for the number of steps.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -179,14 +180,18 @@ def start(devices, *arguments):
     )
 
 
-def start_two(*arguments, run_dirs=None):
-    """Processes of two devices each that work together."""
+def start_two(*arguments, own=((), ())):
+    """Processes of two devices each that work together, each with arguments of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     distributed = ["--distributed", "--coordinator", address, "--num-processes", "2", *arguments]
-    where = [["--run-dir", path] for path in run_dirs] if run_dirs else [[], []]
-    return [start(2, *distributed, "--process-id", i, *where[i]) for i in range(2)]
+    return [start(2, *distributed, "--process-id", i, *own[i]) for i in range(2)]
+
+
+def directories(*paths):
+    """The argument of each process for where it may write."""
+    return [["--run-dir", path] for path in paths]
 
 
 def finish(*processes):
@@ -201,7 +206,7 @@ def finish(*processes):
 
 def test_a_signal_to_one_process_stops_both(tmp_path):
     long = [*SWEEP.split(), "--total-timesteps", "1e8", "--eval-every", "0"]
-    processes = start_two(*long, run_dirs=[tmp_path / "of0", tmp_path / "of1"])
+    processes = start_two(*long, own=directories(tmp_path / "of0", tmp_path / "of1"))
     metrics = tmp_path / "of0" / "metrics.csv"
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert all(process.poll() is None for process in processes)
@@ -219,7 +224,7 @@ def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
     And the same again when both go on, the latter on two devices of one process.
     """
     pair, single = tmp_path / "of0", tmp_path / "single"
-    processes = start_two(*SWEEP.split(), run_dirs=[pair, tmp_path / "of1"])
+    processes = start_two(*SWEEP.split(), own=directories(pair, tmp_path / "of1"))
     for process, out in zip(processes, finish(*processes), strict=True):
         assert ("6 runs" in out or "runs         6" in out) == (process is processes[0])
     assert not (tmp_path / "of1").exists()
@@ -232,6 +237,17 @@ def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
     (shown,) = finish(start(2, "--resume", single, *more))
     assert "not bit for bit" not in shown
     assert_same(pair, single)
+
+
+def test_processes_that_were_given_different_options_say_which(tmp_path):
+    processes = start_two(
+        *("--run-dir", tmp_path / "run"), own=[("--seed", 1), ("--env", "Acrobot-v1", "--seed", 2)]
+    )
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert re.search("the processes were given different --env, .*--seed", err)
+    assert not (tmp_path / "run").exists()
 
 
 def assert_same(pair, single):

@@ -16,6 +16,8 @@ from purejaxppo.plan import (
     MAX_CHUNK,
     Plan,
 )
+from purejaxppo.policy import act
+from purejaxppo.stats import init_moments
 from purejaxppo.train import Trainer, make_setup, make_train, stack_hypers
 from purejaxppo.values import ConfigError
 
@@ -36,6 +38,27 @@ HYPERS = [
     Hyper(learning_rate=0.003, gamma=0.9),
     Hyper(learning_rate=0.03, gamma=0.5),
 ]
+
+
+def test_act_is_the_same_within_jit_and_vmap():
+    env = envs.make("CartPole-v1")
+    setup = make_setup(dataclasses.replace(CONFIG, env="CartPole-v1"))
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = jax.vmap(lambda key: setup.agent.init(key, Hyper(policy_gain=1.0)))(keys)
+    stats = init_moments(env.observation_space.shape)
+    obs = np.random.default_rng(0).normal(size=(3, 16, 4)).astype(np.float32)
+
+    def acts(params, obs, key):
+        return act(setup.agent, params, stats, obs), act(setup.agent, params, stats, obs, key)
+
+    together = jax.jit(jax.vmap(acts))(params, obs, keys)
+    for i, key in enumerate(keys):
+        own = jax.tree.map(lambda x, i=i: x[i], params)
+        for each, alone in zip(together, acts(own, obs[i], key), strict=True):
+            assert alone.shape == (16,)
+            assert set(np.asarray(alone)) == {0, 1}
+            np.testing.assert_array_equal(each[i], alone)
+    assert (together[0] != together[1]).any()  # one is sampled
 
 
 class Sweep:
