@@ -20,7 +20,7 @@ from typing import Any, get_args
 import tyro
 
 from purejaxppo import __version__, envs, report, rundir, values
-from purejaxppo.config import Settings, shipped_config
+from purejaxppo.config import Settings, our_name, shipped_config
 from purejaxppo.convolutions import CnnLayers
 from purejaxppo.display import Display
 from purejaxppo.host import train
@@ -326,7 +326,8 @@ def _one_line(message: str, arguments: list[str]) -> str:
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name.replace("--no-", "--") not in known:
-            return f"unknown option {name}{values.suggest(name, known)}"
+            meant = our_name(name[2:].replace("-", "_")).replace("_", "-")
+            return f"unknown option {name}{values.suggest('--' + meant, known)}"
     # A box of lines, or of hyphens on an ASCII terminal: a title, what is wrong, what --help says.
     lines = [line.strip("│ ") for line in message.splitlines()][1:]
     body = itertools.dropwhile(_is_rule, lines)

@@ -18,6 +18,42 @@ from flax import struct
 from purejaxppo.convolutions import CnnLayers
 from purejaxppo.values import ConfigError, EnvArgs, coerce, suggest, thaw
 
+# Our options by what CleanRL, Stable-Baselines3, Brax and PureJaxRL call them, where that is far from ours.
+_ELSEWHERE = {
+    "total_timesteps": "steps total_steps timesteps n_timesteps num_timesteps",
+    "env_args": "env_kwargs env_params",
+    "env": "env_name environment",
+    "num_steps": "n_steps rollout_length unroll_length",
+    "update_epochs": "epochs n_epochs num_epochs num_updates_per_batch",
+    "num_minibatches": "batch_size minibatch_size n_minibatches",
+    "torso_layers": "layers hidden_size hidden_sizes hidden_layer_sizes net_arch",
+    "normalize_observations": "norm_obs normalize_env",
+    "normalize_rewards": "norm_reward",
+    "normalize_advantages": "norm_adv normalize_advantage",
+    "anneal_learning_rate": "anneal_lr",
+    "learning_rate": "lr actor_lr",
+    "critic_learning_rate": "critic_lr",
+    "gamma": "discount discounting",
+    "gae_lambda": "lam lambda",
+    "clip_eps": "clip_range clip_coef clip_ratio clipping_epsilon",
+    "value_clip_eps": "clip_range_vf clip_vloss",
+    "ent_coef": "entropy_coef entropy_cost",
+    "vf_coef": "value_coef",
+    "init_log_std": "log_std_init",
+    "num_seeds": "seeds n_seeds",
+    "eval_every": "eval_freq eval_interval",
+    "video_every": "capture_video",
+    "log": "track wandb tensorboard tensorboard_log",
+    "checkpoint_every": "save_freq",
+    "run_dir": "log_dir save_dir output output_dir",
+}
+
+
+def our_name(name: str) -> str:
+    """The option that another library calls by this name; the name itself where none is known to."""
+    found = (own for own, others in _ELSEWHERE.items() if name in others.split())
+    return next(found, name)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -272,7 +308,9 @@ def make_settings(values: Mapping[str, Any], where: str = "") -> Settings:
     known = [name for cls in parts.values() for name in hints[cls]]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{where}unknown option {name!r}{suggest(name, known)}")
+            raise ConfigError(
+                f"{where}unknown option {name!r}{suggest(our_name(name.lower()), known)}"
+            )
     built = {
         part: cls(
             **{n: coerce(where + n, values[n], t) for n, t in hints[cls].items() if n in values}

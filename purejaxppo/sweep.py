@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import jax
 import numpy as np
 
-from purejaxppo.config import Config, Hyper, RunOptions, Settings
+from purejaxppo.config import Config, Hyper, RunOptions, Settings, our_name
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.validation import validate
 from purejaxppo.values import ConfigError, coerce, show_cnn_layers, suggest
@@ -154,7 +154,7 @@ def _check_name(name: str, before: list[str]) -> None:
     if name in get_type_hints(RunOptions):
         raise ConfigError(f"--sweep {name}: not part of the algorithm, so the same for every run")
     if name not in known:
-        raise ConfigError(f"--sweep {name}: no such option{suggest(name, known, most=3)}")
+        raise ConfigError(f"--sweep {name}: no such option{suggest(our_name(name), known, most=3)}")
     if name in before:
         raise ConfigError(f"--sweep {name}: given twice")
 

@@ -285,6 +285,8 @@ def test_no_evaluation(tmp_path):
     ("arguments", "message"),
     [
         ("--lerning-rate 3", "unknown option --lerning-rate; did you mean --learning-rate?"),
+        ("--lr 3", "unknown option --lr; did you mean --learning-rate?"),
+        ("--batch-size 3", "unknown option --batch-size; did you mean --num-minibatches?"),
         ("--num_env 3", "unknown option --num-env; did you mean --num-envs"),
         ("--env CartPol-v1", "unknown environment 'CartPol-v1'; did you mean CartPole-v1"),
         ("--env nowhere:Env", "--env nowhere:Env: No module named 'nowhere'"),
@@ -338,6 +340,7 @@ def test_no_evaluation(tmp_path):
         ("--env MNISTBandit-bsuite", "downloads its data, and that failed"),
         ("--config missing.yaml", "missing.yaml: No such file or directory"),
         ("--run-dir /proc/nothing", "--run-dir /proc/nothing"),
+        ("--sweep lr=1,2", "--sweep lr: no such option; did you mean learning_rate"),
         ("--sweep lerning_rate=1,2", "--sweep lerning_rate: no such option; did you mean"),
         ("--sweep gamma=0.9 --sweep ent_coef=1,-1", "--ent-coef -1.0: must be at least 0"),
         ("--sweep gamma~uniform(0,1) --samples 0", "--samples 0: must be at least 1"),

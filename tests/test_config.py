@@ -6,12 +6,14 @@ import pytest
 import yaml
 
 from purejaxppo.config import (
+    _ELSEWHERE,
     Config,
     Hyper,
     RunOptions,
     Settings,
     config_directory,
     make_settings,
+    our_name,
     shipped_config,
 )
 from purejaxppo.convolutions import CNN_LAYERS
@@ -88,10 +90,21 @@ def test_yaml_off_is_the_choice_and_not_false():
     assert make_settings(values).config.normalize_advantages == "off"
 
 
+def test_names_that_other_libraries_give_options_are_none_of_ours():
+    options = Settings().to_dict()
+    for name, others in _ELSEWHERE.items():
+        assert name in options
+        for other in others.split():
+            assert our_name(other) == name
+            assert other not in options
+    assert our_name("gamma") == "gamma"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"lerning_rate": 1}, "unknown option 'lerning_rate'; did you mean learning_rate"),
+        ({"NUM_EPOCHS": 1}, "unknown option 'NUM_EPOCHS'; did you mean update_epochs"),
         ({"num_envs": 1.5}, "num_envs: 1.5 is not a whole number"),
         ({"num_envs": True}, "num_envs: True is not a whole number"),
         ({"learning_rate": "fast"}, "learning_rate: 'fast' is not a number"),
