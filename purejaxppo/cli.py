@@ -266,7 +266,7 @@ def parse(arguments: list[str]) -> Settings:
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--env")
-    first.add_argument("--config")
+    first.add_argument("--config", action="append")
     first.add_argument("--backend")
     first.add_argument("--resume")
     for name in ("--sweep", "--log", "--env-args"):  # of which Tyro would let the last win
@@ -275,6 +275,10 @@ def parse(arguments: list[str]) -> Settings:
         known, rest = first.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
+    if known.config is not None:
+        if len(known.config) > 1:
+            raise ConfigError(f"--config {' and '.join(known.config)}: only one can be given")
+        (known.config,) = known.config
     if known.resume is not None:
         base = _to_go_on(known)
     else:

@@ -287,6 +287,7 @@ def test_no_evaluation(tmp_path):
         ("--lerning-rate 3", "unknown option --lerning-rate; did you mean --learning-rate?"),
         ("--lr 3", "unknown option --lr; did you mean --learning-rate?"),
         ("--batch-size 3", "unknown option --batch-size; did you mean --num-minibatches?"),
+        ("--config a.yaml --config b.yaml", "--config a.yaml and b.yaml: only one can be given"),
         ("--num_env 3", "unknown option --num-env; did you mean --num-envs"),
         ("--env CartPol-v1", "unknown environment 'CartPol-v1'; did you mean CartPole-v1"),
         ("--env nowhere:Env", "--env nowhere:Env: No module named 'nowhere'"),
