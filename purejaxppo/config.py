@@ -194,7 +194,7 @@ class RunOptions:
     log: tuple[str, ...] = ()
     """Where curves and videos go beside the run directory: tensorboard, wandb."""
     metrics_rows: int = 1000
-    """Most rows a run has in metrics.csv, 0 for one an iteration."""
+    """Most rows a run has in metrics.csv for the steps it begins with, 0 for one an iteration."""
     run_dir: str | None = None
     """Directory for the results; made up from environment and time when not given."""
     resume: str | None = None

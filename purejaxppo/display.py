@@ -115,6 +115,11 @@ class Display:
         settings = summary["settings"]
         if len(settings) > 1:
             self.ranking([(describe(setting["swept"]), setting) for setting in settings])
+            means = enumerate(evaluation["return_per_run"])
+            never = [n for n, mean in means if np.isnan(mean)]
+            self._named(
+                "no episode ended", [runs[n] for n in never if n not in summary["diverged_runs"]]
+            )
         elif evaluation["return_per_run"]:
             self._evaluation(evaluation, runs, summary["diverged_runs"])
         steps = {run: setting["env_steps"] for setting in settings for run in setting["runs"]}
@@ -127,6 +132,8 @@ class Display:
         )
         diverged, invalid = summary["diverged_runs"], summary["invalid_steps"]
         mostly = [n for n in steps if invalid[n] > steps[n] / 2 and n not in diverged]
+        if given_up := sum(evaluation["given_up_per_run"]):
+            self._console.print(_given_up(given_up))
         self._named("diverged", [runs[number] for number in diverged])
         self._named("most steps were invalid", [runs[number] for number in sorted(mostly)])
 
@@ -181,7 +188,7 @@ class Display:
         if left_out:
             self._console.print(f"{left_out} runs diverged or have not begun")
         if unfinished:
-            self._console.print(f"{unfinished} episodes were given up after {MAX_STEPS:,} steps")
+            self._console.print(_given_up(unfinished))
 
     def ranking(self, settings: list[tuple[str, dict[str, Any]]]) -> None:
         """Names and statistics of settings, the best first."""
@@ -207,6 +214,10 @@ class Display:
         if rows > _SHOWN:
             table.add_row(*["..."] * len(table.columns))
         self._console.print(table)
+
+
+def _given_up(episodes: int) -> str:
+    return f"{episodes} episodes were given up after {MAX_STEPS:,} steps, and do not count"
 
 
 def _cell(*bounds: float) -> str:

@@ -83,48 +83,51 @@ def read_report(run_dir: Path, diverged: list[int] | None = None) -> Report:
     """A run directory, from its tables.
 
     Args:
-        diverged: numbers of the runs that did. When not given, what summary.json says, or where
-            there is none, as in a training that was killed: those whose losses are no numbers.
+        diverged: numbers of the runs that did; when not given, those whose losses ever were no numbers.
 
     Raises:
-        ConfigError: config.yaml, a table or the summary cannot be used.
+        ConfigError: config.yaml or a table cannot be used.
         OSError: a table is missing.
     """
     settings = read_settings(file=run_dir / "config.yaml")
-    if diverged is None:
-        diverged = _read_diverged(run_dir)
     tables = (
         read_column(run_dir / "metrics.csv", "episode_return"),
         read_column(run_dir / "evaluation.csv", "return_mean"),
     )
+    if diverged is None:
+        diverged = _read_diverged(run_dir)
     seeds = settings.run.num_seeds
     runs = make_runs(make_settings_of(settings), settings.run)
     groups = [runs[first : first + seeds] for first in range(0, len(runs), seeds)]
-    results = [_result(group, tables, diverged) for group in groups]
+    evaluated = any(len(points_of(tables[1], run).steps) for run in tables[1])
+    results = [_result(group, tables, diverged, evaluated) for group in groups]
     return Report(run_dir, settings, results, evaluation=tables[1])
 
 
 def _read_diverged(run_dir: Path) -> list[int]:
-    summary = run_dir / "summary.json"
-    if not summary.exists():
-        losses = read_column(run_dir / "metrics.csv", "policy_loss")
-        return [
-            run for run, column in losses.items() if not np.isfinite(list(column.values())).all()
-        ]
-    try:
-        return list(json.loads(summary.read_text())["diverged_runs"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{summary}: not a summary of a training") from None
+    names = ("policy_loss", "value_loss", "grad_norm")
+    columns = [read_column(run_dir / "metrics.csv", name) for name in names]
+    return [
+        run
+        for run in columns[0]
+        if not all(np.isfinite(list(column[run].values())).all() for column in columns)
+    ]
 
 
-def _result(runs: list[Run], tables: tuple[Column, Column], diverged: list[int]) -> Result:
-    """The result of one setting; its runs that did not diverge have curves."""
+def _result(
+    runs: list[Run], tables: tuple[Column, Column], diverged: list[int], evaluated: bool
+) -> Result:
+    """The result of one setting; its runs that did not diverge have curves.
+
+    Args:
+        evaluated: measured by the second table, evaluations, and not by the first.
+    """
     numbers = [run.number for run in runs]
     survivors = [number for number in numbers if number not in diverged]
     training, evaluation = ([points_of(table, n) for n in survivors] for table in tables)
     bad = np.isin(numbers, diverged)
     final, area = np.full(len(runs), -np.inf), np.full(len(runs), -np.inf)
-    measured = evaluation if any(len(steps) for steps, _ in evaluation) else training
+    measured = evaluation if evaluated else training
     final[~bad] = [returns[-1] if len(returns) else np.nan for _, returns in measured]
     area[~bad] = [area_under_curve(*points) for points in measured]
     steps = [step for number in numbers for step in tables[0].get(number, ())]
@@ -231,13 +234,21 @@ def _last_evaluation(report: Report) -> dict[str, Any]:
     complete = all(steps in means.get(run, {}) for run, steps in last.items())
     at_end = list(last.items()) if complete else []
     values = [math.nan if run in bad else means[run][steps] for run, steps in at_end]
+    ended = [int(counts[run][steps]) for run, steps in at_end]
+    episodes = max(ended + [report.settings.run.eval_episodes] * complete)
     finite = [value for value in values if math.isfinite(value)]
     return {
         "return_mean": float(np.mean(finite)) if finite else math.nan,
         "return_std": float(np.std(finite, ddof=1)) if len(finite) > 1 else math.nan,
         "return_per_run": values,
-        "return_std_per_run": [stds[run][steps] for run, steps in at_end],
-        "episodes": max((int(counts[run][steps]) for run, steps in at_end), default=0),
+        "return_std_per_run": [
+            math.nan if run in bad else stds[run][steps] for run, steps in at_end
+        ],
+        "episodes": episodes,
+        "given_up_per_run": [
+            0 if run in bad else episodes - count
+            for (run, _), count in zip(at_end, ended, strict=True)
+        ],
     }
 
 
@@ -326,15 +337,17 @@ def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
 
     figure = Figure(figsize=(7, 4.5))
     axes = figure.add_axes((0.12, 0.12, 0.84, 0.8))
+    runs = {len(result.outcome.runs) for result in ranked}
     if len(ranked) == 1:
-        _draw_curve(axes, ranked[0].training, "training episodes", "-")
-        _draw_curve(axes, ranked[0].evaluation, "evaluation", "o-")
+        (of,) = runs
+        _draw_curve(axes, ranked[0].training, of, "training episodes", "-")
+        if len(ranked[0].evaluation.steps):
+            _draw_curve(axes, ranked[0].evaluation, of, "evaluation", "o-")
     else:
         for result in reversed(ranked[_LABELLED:]):
             axes.plot(result.curve.steps, iqm(result.curve.returns), color="0.85", linewidth=0.7)
         for result in ranked[:_LABELLED]:
-            _draw_curve(axes, result.curve, result.name, "-")
-    runs = {result.curve.returns.shape[1] for result in ranked}
+            _draw_curve(axes, result.curve, len(result.outcome.runs), result.name, "-")
     of = f", IQM of {span(runs)} runs with 95% interval" if max(runs) > 1 else ""
     axes.set(xlabel="environment steps", ylabel=f"episode return{of}")
     axes.set_title(title, y=1.0)  # or all ticks are measured to find a place for it
@@ -344,8 +357,12 @@ def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_curve(axes: Any, curve: Curve, label: str, style: str) -> None:
-    if not len(curve.steps):
+def _draw_curve(axes: Any, curve: Curve, of: int, label: str, style: str) -> None:
+    """A curve with its name, which says how many runs it is of where that is not all of them."""
+    there = curve.returns.shape[1] if len(curve.steps) else 0
+    label += f" ({there} of {of} runs)" * (there < of)
+    if not there:
+        axes.plot([], [], style, label=label)
         return
     points = np.linspace(0, len(curve.steps) - 1, min(len(curve.steps), _POINTS)).astype(int)
     steps, returns = curve.steps[points], curve.returns[points]

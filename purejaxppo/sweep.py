@@ -230,8 +230,9 @@ class Outcome:
     """What the n runs of a setting reached.
 
     Attributes:
-        final: [n] return of the last evaluation in which an episode ended, or of the last training
-            episodes where there was none; minus infinity for a run that diverged, which is the worst there is.
+        final: [n] return of the last evaluation in which an episode ended, or where none of any setting has
+            been evaluated, of the last training episodes; NaN where none ended, and minus infinity for a run
+            that diverged, which is the worst there is.
         area: [n] area under the learning curve, divided by the steps it covers.
     """
 

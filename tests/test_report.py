@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import shutil
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from purejaxppo import cli
 from purejaxppo.config import RunOptions, Settings
@@ -13,10 +15,12 @@ from purejaxppo.display import Display
 from purejaxppo.loggers import Tables, swept_columns
 from purejaxppo.report import (
     compare,
+    draw_curves,
     make_curve,
     points_of,
     read_report,
     write_config,
+    write_reports,
     write_summary,
 )
 from purejaxppo.sweep import Outcome, make_runs, make_settings_of
@@ -50,8 +54,9 @@ def test_curve_leaves_out_steps_where_a_run_has_no_number():
 def test_a_run_is_measured_at_its_own_last_episode(run_dirs, tmp_path):
     """Where there is no evaluation, and episodes do not end in every interval."""
     shutil.copytree(run_dirs / "b", tmp_path / "b")
-    columns = "run,env_steps,policy_loss,episode_return\n"
-    rows = "0,100,1,5\n1,100,1,\n0,200,1,\n1,200,1,7\n0,300,1,9\n1,300,1,\n"
+    columns = "run,env_steps,policy_loss,value_loss,grad_norm,episode_return\n"
+    points = [(0, 100, 5), (1, 100, ""), (0, 200, ""), (1, 200, 7), (0, 300, 9), (1, 300, "")]
+    rows = "".join(f"{run},{steps},1,1,1,{value}\n" for run, steps, value in points)
     (tmp_path / "b" / "metrics.csv").write_text(columns + rows)
     (tmp_path / "b" / "evaluation.csv").write_text("run,env_steps,return_mean\n")
     (result,) = read_report(tmp_path / "b").results
@@ -60,9 +65,8 @@ def test_a_run_is_measured_at_its_own_last_episode(run_dirs, tmp_path):
 
 
 def test_a_training_that_was_killed_has_a_report_too(run_dirs, tmp_path):
-    """No summary says who diverged, and the last row was cut off."""
+    """Its tables say who diverged, and the last row was cut off."""
     shutil.copytree(run_dirs / "a", tmp_path / "a")
-    (tmp_path / "a" / "summary.json").unlink()
     path = tmp_path / "a" / "metrics.csv"
     header, *table = path.read_text().splitlines()
     loss = header.split(",").index("policy_loss")
@@ -72,7 +76,7 @@ def test_a_training_that_was_killed_has_a_report_too(run_dirs, tmp_path):
     path.write_text("\n".join([header, *table])[:-30])
     report = read_report(tmp_path / "a")
     diverged = [result.outcome.diverged.tolist() for result in report.results]
-    assert diverged == [[False, True], [False, False]]
+    assert diverged == [[False, True], [False, True]]
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +101,11 @@ def run_dirs(tmp_path_factory):
                     place |= swept_columns(run.setting.swept)
                     value = float(steps + 10 * run.number)
                     blank = dict.fromkeys(Metrics.__dataclass_fields__, 0.0)
+                    if name == "a" and run.number == 3:
+                        blank["grad_norm"] = math.inf
                     tables.metrics.write([place | blank | {"episode_return": value}])
                     blank = dict.fromkeys(("return_std", "length_mean", "episodes"), 0.0)
                     tables.evaluation.write([place | blank | {"return_mean": value + 1}])
-    (folder / "a" / "summary.json").write_text(json.dumps({"diverged_runs": [3]}))
     return folder
 
 
@@ -114,6 +119,46 @@ def test_results_are_read_from_the_tables(run_dirs):
     np.testing.assert_allclose(second.final, [221, -np.inf])
     np.testing.assert_allclose(report.results[1].evaluation.returns, [[121], [221]])
     assert [result.name for result in report.ranked] == ["gamma=0.9", "gamma=0.99"]
+
+
+def test_episodes_that_were_given_up_are_told(run_dirs, tmp_path, capsys):
+    """They do not count, and may be the worst."""
+    shutil.copytree(run_dirs / "b", tmp_path / "b")
+    columns = "run,env_steps,return_mean,return_std,episodes\n"
+    (tmp_path / "b" / "evaluation.csv").write_text(columns + "0,200,5,1,126\n1,200,,,0\n")
+    clocks = dict.fromkeys(("steps_per_second", "compile_seconds", "evaluation_seconds"), 1.0)
+    facts = clocks | {"wall_seconds": 3.0, "diverged_runs": []}
+    summary = write_reports(tmp_path / "b", facts)
+    assert summary["evaluation"]["episodes"] == 128
+    assert summary["evaluation"]["given_up_per_run"] == [2, 128]
+    settings = read_report(tmp_path / "b").settings
+    Display().results(summary, make_runs(make_settings_of(settings), settings.run))
+    shown = capsys.readouterr().out
+    assert "evaluation, 128 episodes a run" in shown
+    assert "130 episodes were given up after 10,000 steps" in shown
+
+
+def test_a_setting_without_an_evaluation_is_not_ranked_by_its_training(run_dirs, tmp_path):
+    """Where others have one: sampled actions are not the most likely ones."""
+    shutil.copytree(run_dirs / "a", tmp_path / "a")
+    (tmp_path / "a" / "evaluation.csv").write_text("run,env_steps,return_mean\n2,200,1\n")
+    first, second = (result.outcome for result in read_report(tmp_path / "a").results)
+    assert np.isnan(first.final).all()
+    np.testing.assert_array_equal(second.final, [1, -np.inf])
+
+
+def test_curves_say_how_many_runs_are_missing(run_dirs, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: shown.append(self))
+    draw_curves(tmp_path / "c.png", "", read_report(run_dirs / "a").ranked)
+    alone = read_report(run_dirs / "b", diverged=[0, 1]).results
+    draw_curves(tmp_path / "c.png", "", alone)
+    labels = [figure.axes[0].get_legend_handles_labels()[1] for figure in shown]
+    assert labels == [
+        ["gamma=0.9", "gamma=0.99 (1 of 2 runs)"],
+        ["training episodes (0 of 2 runs)"],
+    ]
+    assert "IQM of 2 runs" in shown[0].axes[0].get_ylabel()
 
 
 def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys, monkeypatch):
@@ -161,8 +206,6 @@ def test_report_command_of_what_is_no_run_directory(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("summary.json", "{", "not a summary"),
-        ("summary.json", "{}", "not a summary"),
         ("metrics.csv", "", "not a table with a column episode_return"),
         (
             "metrics.csv",
