@@ -168,7 +168,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Made by `python -m benchmarks.scaling`: CartPole-v1, 128 steps, 4 epochs of 4 minibatches, two "
         f"networks of 2 x 64; {about['device']} ({platform.machine()}), {about['cores']} cores, jax "
-        f"{about['versions']['jax']}, {about['date']}. Medians, compilation left out.",
+        f"{about['versions']['jax']}. Compilation left out.",
         "",
         "![time against runs, environments and steps](scaling.png)",
         "",
@@ -187,7 +187,10 @@ def page(results: dict[str, Any]) -> str:
                 f"    {found['refused']}",
             ]
             continue
-        lines += ["", f"{PARTS[part][1]}:", "", *rows(part, medians(result["found"]))]
+        times = len(result["found"])
+        how = "measured once" if times == 1 else f"medians of {times} measurements"
+        lines += ["", f"{PARTS[part][1]} ({how}, {result['date']}):", ""]
+        lines += rows(part, medians(result["found"]))
     return "\n".join(lines) + "\n"
 
 

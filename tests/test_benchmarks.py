@@ -172,14 +172,24 @@ def test_external_tasks_are_trained_as_the_other_trains_them(monkeypatch):
         assert steps == ((256, 64, 10) if task.steps else (128, 256, 4))
         assert got["iterations"] + 1 == -(-10_000 // config.batch_size)
         assert got["atari"] == (not task.steps)
-        assert got["hyper"] == {"gamma": hyper.gamma, "learning_rate": hyper.learning_rate}
+        shared = {"gamma": hyper.gamma, "gae_lambda": hyper.gae_lambda}
+        assert got["hyper"] == shared | {"learning_rate": hyper.learning_rate}
         if task.steps:
             assert config.normalize_observations
             assert config.normalize_rewards
             # Its value loss is the mean of squares, ours half of it.
             assert (hyper.vf_coef, hyper.ent_coef) == (1.0, 0.0)
-            assert (hyper.gae_lambda, hyper.clip_eps) == (0.95, 0.2)
+            assert hyper.clip_eps == 0.2
             assert not config.anneal_learning_rate
+
+
+def test_external_returns_of_other_settings_are_forgotten():
+    common = {"gamma": 0.99}
+    known = {"returns": {"ours": {"1000": 7.0}, "theirs": {}}, "speeds": {"ours": [1.0]}}
+    assert external.without_others(known | {"common": common}, common) == known | {"common": common}
+    other = external.without_others(known | {"common": common}, {"gamma": 0.9})
+    assert other["returns"] == {"ours": {}, "theirs": {}}
+    assert other["speeds"] == known["speeds"]
 
 
 def test_external_returns_that_are_known_are_not_measured_again():
