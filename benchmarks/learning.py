@@ -216,7 +216,8 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
         target, returns = SUITES[suite][r["env"]], np.array(r["returns"])
         args = "".join(f" {k}={v}" for k, v in r["env_args"].items())
         low, high = bootstrap_interval(returns)
-        episodes = "" if r["eval_episodes"] == 128 else f"{r['eval_episodes']:,} episodes a seed. "
+        usual = r["eval_episodes"] == 128 or target.games
+        episodes = "" if usual else f"{r['eval_episodes']:,} episodes a seed. "
         lines.append(
             f"| {r['env']}{args} | {r['steps']:,} | {len(returns)} | {returns.mean():.4g} | {low:.4g} ... {high:.4g} "
             f"| {returns.min():.4g} | {_pair(r['random'])} | {_pair(r.get('untrained'))} "

@@ -106,7 +106,7 @@ GYMNAX = {
     ),
 }
 
-# The best of what others report with 10M steps: 28 to 40, 131 to 170, 15 and 58.
+# With 10M steps others report 28 to 40, 131 to 170, 15 and 58.
 MINATAR = {
     "Breakout-MinAtar": Target(at_least=40.0),
     "SpaceInvaders-MinAtar": Target(at_least=170.0),
