@@ -37,11 +37,13 @@ class Checkpoint:
     Attributes:
         arrays: by name, of all runs of the program.
         facts: what is known beside them, plain JSON.
+        sha256: of both.
     """
 
     path: Path
     arrays: Arrays
     facts: dict[str, Any]
+    sha256: str
 
     @property
     def iteration(self) -> int:
@@ -214,7 +216,8 @@ def read(path: Path) -> Checkpoint:
             if not newer:
                 saved = checkpointer.restore(path, ocp.args.Composite(arrays=arrays))
                 arrays = {name: np.array(array) for name, array in saved.arrays.items()}
-                whole = facts.pop("sha256") == _hash(arrays, facts)
+                sha256 = facts.pop("sha256")
+                whole = sha256 == _hash(arrays, facts)
     except (PermissionError, MemoryError):
         raise
     except Exception as error:  # whatever the libraries make of bytes that are not theirs
@@ -226,7 +229,7 @@ def read(path: Path) -> Checkpoint:
         )
     if not whole:
         raise DamagedError(f"{path}: damaged: its contents do not have the hash they had")
-    return Checkpoint(path, arrays, facts)
+    return Checkpoint(path, arrays, facts, sha256)
 
 
 class Best:

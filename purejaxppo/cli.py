@@ -13,13 +13,14 @@ import itertools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import tyro
 
-from purejaxppo import __version__, envs, report, rundir, values
+from purejaxppo import __version__, envs, processes, report, rundir, values
 from purejaxppo.config import Settings, our_name, shipped_config
 from purejaxppo.convolutions import CnnLayers
 from purejaxppo.display import Display
@@ -59,15 +60,22 @@ def guarded(command: Command) -> Command:
             return status
         except ConfigError as error:
             print(f"purejaxppo: error: {error}", file=sys.stderr)
-            return 2
+            status = 2
         except BrokenPipeError:  # as of `| head`: nobody reads on, also not what is still buffered
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
+            status = 1
         except OSError as error:
             print(f"purejaxppo: error: {error}", file=sys.stderr)
-            return 1
+            status = 1
         except KeyboardInterrupt:
-            return 130
+            status = 130
+        except Exception:
+            if not processes.are_several():
+                raise
+            traceback.print_exc()  # as of an operation that another process has left
+            status = 1
+        processes.leave(status)
+        return status
 
     return run
 

@@ -7,13 +7,12 @@ import gc
 import shlex
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from purejaxppo import checkpoint, machine, rundir
+from purejaxppo import checkpoint, machine, processes, rundir
 from purejaxppo.checkpoint import Checkpoint, Writer
 from purejaxppo.config import Config, Settings, read_settings
 from purejaxppo.display import Display
@@ -55,14 +54,14 @@ def _train(settings: Settings) -> int:
     if settings.run.process_id == 0:
         Display().say(f"waits at {settings.run.coordinator} for the other processes")
     machine.configure(settings.run, len(runs), one_thread=all(map(suits_one_thread, configs)))
-    machine.check_same(rundir.common_options(settings))
+    processes.check_same(rundir.common_options(settings))
     memory = machine.memory_for_arrays(settings.run.memory_limit)
-    display = Display(quiet=not machine.is_main())
+    display = Display(quiet=not processes.is_main())
     with contextlib.ExitStack() as held:
         found = _checkpoints(settings, groups, held)
         trainings: list[Training] = []
-        for group, each in zip(groups, found, strict=True):
-            trainings.append(Training(settings.run, group, display, memory, each))
+        for group, each, block in zip(groups, found, _blocks(found), strict=True):
+            trainings.append(Training(settings.run, group, display, memory, each, block))
             memory = memory.without(trainings[-1].program.external_bytes)
         saved = [each.facts if each else None for each in found]
         del found  # its arrays are the trainings' now, who let go of them
@@ -78,17 +77,20 @@ def _train(settings: Settings) -> int:
         try:
             facts, signal = _run(trainings, directory, caveats, display)
             facts["wall_seconds"] = before + time.monotonic() - started
-            summary = write_reports(directory.path, facts)
+            summary = write_reports(directory.path, facts) if processes.is_main() else None
         except BaseException as error:
             if isinstance(error, OSError) or any(map(directory.has_begun, range(len(groups)))):
                 display.say(_how_to_go_on(settings, directory))
-            elif settings.run.resume is None and machine.is_main():
+            elif settings.run.resume is None and processes.is_main():
                 rundir.discard_unused(directory.path)
             raise
-    display.results(summary, runs)
+    if summary is not None:
+        display.results(summary, runs)
     display.say(f"written to {directory.path}")
     if signal:
         display.say(_how_to_go_on(settings, directory))
+    processes.agree(0)  # the others wait for the report here, and not where JAX loses patience
+    if signal:
         return 128 + signal
     return int(len(facts["diverged_runs"]) == len(runs))
 
@@ -102,6 +104,7 @@ def _run(
         "versions": machine.versions(),
         "device": machine.device_name(),
         "caveats": caveats,
+        "blocks": [training.program.plan.block for training in trainings],
     }
     swept = trainings[0].runs[0].setting.swept
     run = directory.settings.run
@@ -120,7 +123,7 @@ def _run(
                     f"program {number + 1} of {len(trainings)}: {training.program.description}"
                 )
             with Writer(directory.checkpoints(number), run.keep, about) as writer:
-                main = machine.is_main()
+                main = processes.is_main()
                 training.run(tables, interrupt, writer if main else None, directory.path / "videos")
     seconds = sum(training.seconds for training in trainings)
     facts = {
@@ -142,7 +145,7 @@ def _trackers(
     """Those that --log names, of the runs that go on; None where there is nothing for them."""
     logs, resumed = directory.settings.run.log, directory.settings.run.resume is not None
     going_on = [training for training in trainings if not training.done]
-    if not (logs and going_on and machine.is_main()):
+    if not (logs and going_on and processes.is_main()):
         return None
     done = {
         run.number: training.iteration * training.config.batch_size
@@ -169,8 +172,10 @@ def _checkpoints(
     directory = RunDirectory(Path(settings.run.resume), settings)
     config = directory.path / "config.yaml"
     check_options(options_of(read_settings(file=config)), settings, config)
-    _in_main(lambda: held.enter_context(rundir.lock(directory.path)))
-    found = [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))]
+    processes.together(lambda: held.enter_context(rundir.lock(directory.path)))
+    load = lambda: [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))]  # noqa: E731
+    found: list[Checkpoint | None] = processes.together(load, in_all=True)
+    processes.check_same({"resume": [each and each.sha256 for each in found]})
     if not any(found) and rundir.has_results(directory.path):
         raise ConfigError(f"{directory.path}: has results, and no checkpoint to go on from")
     for each, runs in zip(found, groups, strict=True):
@@ -229,7 +234,7 @@ def _begin(
             write_config(directory.path / "config.yaml", settings)
         return directory
 
-    directory = _in_main(prepare)
+    directory = processes.together(prepare)
     if directory is None:
         path = Path(held.enter_context(tempfile.TemporaryDirectory()))
         write_config(path / "config.yaml", settings)
@@ -248,22 +253,10 @@ def _cut_tables(path: Path, groups: list[list[Run]], saved: list[dict[str, Any] 
         keep_rows(path / name, had)
 
 
-def _in_main(action: Callable[[], Any]) -> Any:
-    """What an action of the process that reports returns, None in the others.
-
-    Raises:
-        ConfigError, OSError: where it fails; the others ConfigError.
-    """
-    result, error = None, None
-    if machine.is_main():
-        try:
-            result = action()
-        except (ConfigError, OSError) as failure:
-            error = failure
-    (failed,) = machine.agree(error is not None)
-    if failed:
-        raise error or ConfigError("process 0 could not begin")
-    return result
+def _blocks(found: list[Checkpoint | None]) -> list[int | None]:
+    """Runs vmapped at a time in each program, as a training that goes on had planned them."""
+    planned = [each.facts["blocks"] for each in found if each and "blocks" in each.facts]
+    return planned[0] if planned else [None] * len(found)
 
 
 def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> list[str]:
@@ -294,10 +287,12 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
         now = {
             "block": program.plan.block,
             "shards": program.plan.shards,
+            "processes": program.plan.summing_processes,
             "device": machine.device_name(),
             "effort": program.effort,
         }
-        then = {"effort": "full"} | facts  # which older versions always compiled with
+        # What older versions did not say.
+        then = {"effort": "full", "processes": now["processes"]} | facts
         changes = _changes(then, now) + _changed_versions(facts)
         caveats += [f"not bit for bit: {change}" for change in changes]
     return list(dict.fromkeys(caveats))

@@ -15,9 +15,10 @@ from purejaxppo.checkpoint import Best, Checkpoint, Writer, finite, flatten
 from purejaxppo.config import RunOptions
 from purejaxppo.display import Display
 from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, blank_diverged, pool
-from purejaxppo.machine import Interrupt, Memory, agree
+from purejaxppo.machine import Interrupt, Memory
 from purejaxppo.plan import MAX_CHUNK
 from purejaxppo.policy import Policy, acting
+from purejaxppo.processes import agree
 from purejaxppo.program import Program
 from purejaxppo.sweep import Run
 from purejaxppo.types import Metrics, PyTree, TrainState
@@ -50,10 +51,11 @@ class Training:
         display: Display,
         memory: Memory,
         checkpoint: Checkpoint | None = None,
+        block: int | None = None,
     ) -> None:
         self.options, self.runs, self.display = options, runs, display
         self.config = runs[0].setting.config
-        block, effort, begun = None, None, 0
+        effort, begun = None, 0
         if checkpoint is not None:
             begun = checkpoint.iteration
             block = checkpoint.facts["block"]
@@ -276,6 +278,7 @@ class Training:
             },
             "block": self.program.plan.block,
             "shards": self.program.plan.shards,
+            "processes": self.program.plan.summing_processes,
             "devices": self.program.plan.one_or_several,
             "effort": self.program.effort,
             "evaluation": self.evaluation_facts,

@@ -1,27 +1,23 @@
-"""What a training runs on: devices, the compilation cache, memory, and other processes."""
+"""What a training runs on: devices, the compilation cache, memory, and the signals that stop it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import signal
 import socket
 import threading
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 import purejaxppo
+from purejaxppo import processes
 from purejaxppo.config import RunOptions
 from purejaxppo.values import ConfigError, parse_bytes
 
@@ -37,7 +33,7 @@ def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
         one_thread: XLA is to use no more for a device of a CPU, unless PJRT_NPROC says how many.
 
     Raises:
-        ConfigError: the other processes cannot be reached, or there are no such devices.
+        ConfigError: the other processes cannot be reached or have other devices, or there are no such.
     """
     wanted = num_cores()
     if run.shard == "runs" and not run.distributed:
@@ -49,7 +45,7 @@ def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     if run.distributed:
-        _join(run)
+        processes.join(run)
     _configure_cache(run)
     limited = one_thread and "PJRT_NPROC" not in os.environ
     if limited:
@@ -57,6 +53,7 @@ def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
     start_devices()  # which reads it, once
     if limited:
         del os.environ["PJRT_NPROC"]
+    processes.check_devices()
 
 
 def start_devices() -> None:
@@ -90,28 +87,6 @@ def num_cores() -> int:
     return len(affinity) or os.cpu_count() or 1
 
 
-def _join(run: RunOptions) -> None:
-    """Makes one program of several processes; without an address JAX asks the cluster for it."""
-    try:
-        jax.distributed.initialize(run.coordinator, run.num_processes, run.process_id)
-    except (ValueError, RuntimeError) as error:  # no cluster, or nobody there
-        message = " ".join(str(error).split())
-        raise ConfigError(f"--distributed: {message}") from None
-
-
-def is_main() -> bool:
-    """Whether this process is the one that reports."""
-    return jax.process_index() == 0
-
-
-def agree(*values: float) -> list[float]:
-    """The greatest of each value over all processes, which must all call this."""
-    if jax.process_count() == 1:
-        return list(values)
-    gathered = multihost_utils.process_allgather(np.array(values, np.float64))
-    return [float(value) for value in gathered.max(axis=0)]
-
-
 def _stopping() -> list[signal.Signals]:
     """The signals that stop a training: that of a closed terminal too, unless it is ignored, as under `nohup`."""
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -120,27 +95,6 @@ def _stopping() -> list[signal.Signals]:
     ):  # no Windows
         numbers.append(signal.SIGHUP)
     return numbers
-
-
-def check_same(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError, in all processes, where these are not the same in all of them.
-
-    Args:
-        options: values by the names of options, as plain as YAML has them.
-    """
-    if jax.process_count() == 1:
-        return
-    texts = [json.dumps(value, sort_keys=True, default=list) for value in options.values()]
-    sums = np.array([zlib.crc32(text.encode()) for text in texts], np.uint32)
-    gathered = multihost_utils.process_allgather(sums)
-    same = (gathered == gathered[0]).all(axis=0)
-    different = [
-        name.replace("_", "-") for name, is_same in zip(options, same, strict=True) if not is_same
-    ]
-    if different:
-        raise ConfigError(
-            f"--distributed: the processes were given different --{', --'.join(different)}"
-        )
 
 
 class Interrupt:
@@ -160,7 +114,7 @@ class Interrupt:
 
     def check(self) -> bool:
         """Whether to stop, which all processes ask at the same points and answer alike."""
-        (requested,) = agree(self._requested)
+        (requested,) = processes.agree(self._requested)
         self.signal = int(requested)
         return bool(requested)
 
@@ -233,7 +187,7 @@ def memory_for_arrays(limit: str | None) -> Memory:
     else:
         stats = device.memory_stats() or {}
         size = parse_bytes(limit) if limit else stats.get("bytes_limit", 2**62)
-    (negative,) = agree(-max(0, size))  # all processes must plan the same
+    (negative,) = processes.agree(-max(0, size))  # all processes must plan the same
     if limit and not negative and device.platform == "cpu":
         taken = gib(resident_bytes())
         raise ConfigError(f"--memory-limit {limit}: a process has {taken} before it trains")

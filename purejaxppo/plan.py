@@ -46,6 +46,11 @@ class Plan:
         return -(-self.num_runs // unit) * unit
 
     @property
+    def summing_processes(self) -> int:
+        """Processes that a run's sums are made in, each of which adds its own first."""
+        return jax.process_count() if self.shards > 1 else 1
+
+    @property
     def one_or_several(self) -> str:
         """Devices: programs for one are rewritten in another way, and may round differently."""
         return "one" if self.num_devices == 1 else "several"
@@ -62,11 +67,14 @@ def make_plan(
     devices = jax.devices()
     num_devices = 1 if shard_environments else min(len(devices), num_runs)
     if jax.process_count() > 1 and not shard_environments:
-        num_devices = len(devices)  # every process has a part
+        num_devices = len(devices)
     if block is None:
         block = -(-num_runs // num_devices)
         if devices[0].platform == "cpu":
             block = -(-block // -(-block // _cached_runs(setup)))
+    if jax.process_count() == 1:  # else every process has a part
+        used = -(-num_runs // block)
+        num_devices = min(num_devices, max(used, 2))  # one alone may round differently
     return Plan(num_runs, num_devices, block, len(devices) if shard_environments else 1)
 
 

@@ -89,7 +89,10 @@ class Program:
         """The programs of a plan, and the runs on its devices."""
         self.plan = plan
         seeds = [run.seed for run in self.runs]
-        setup = make_setup(_share(self.config, plan.shards), self.env, seeds, self._begun)
+        setup = make_setup(self.config, self.env, seeds, self._begun)
+        if plan.shards > 1:
+            share = _share(self.config, plan.shards)
+            setup = setup._replace(config=share, env=envs.vectorize(share, self.env))
         episodes = max(1, -(-self.options.eval_episodes // plan.shards))
         self.eval_env = envs.vectorize(self.config, self.env, episodes, seeds, self._begun)
         self.trainer = Trainer(setup, plan, self.eval_env, self.options.eval_sampled)
@@ -223,8 +226,6 @@ class Program:
 
 def _share(config: Config, shards: int) -> Config:
     """The configuration of one of several devices that share the environments."""
-    if shards == 1:
-        return config
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
     if config.num_envs % shards or share.batch_size % config.num_minibatches:
         raise ConfigError(

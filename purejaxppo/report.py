@@ -235,7 +235,7 @@ def _last_evaluation(report: Report) -> dict[str, Any]:
     at_end = list(last.items()) if complete else []
     values = [math.nan if run in bad else means[run][steps] for run, steps in at_end]
     ended = [int(counts[run][steps]) for run, steps in at_end]
-    episodes = max(ended + [report.settings.run.eval_episodes] * complete)
+    episodes = max(report.settings.run.eval_episodes, *ended) if complete else 0
     finite = [value for value in values if math.isfinite(value)]
     return {
         "return_mean": float(np.mean(finite)) if finite else math.nan,

@@ -301,7 +301,7 @@ def options_of(settings: Settings) -> dict[str, object]:
 def common_options(settings: Settings) -> dict[str, object]:
     """What all processes of a training must be given alike: all but where each one is and writes."""
     options = settings.to_dict() | {"resume": settings.run.resume is not None}
-    own = ("process_id", "run_dir", "memory_limit")
+    own = ("process_id", "run_dir")
     return {name: value for name, value in options.items() if name not in own}
 
 

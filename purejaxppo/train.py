@@ -145,8 +145,8 @@ class Trainer:
 
     def shard(self, runs: PyTree) -> PyTree:
         """Host arrays [num_runs, ...] as device arrays [padded, ...]."""
-        padded = jax.tree.map(self._padded, runs)
-        return jax.device_put(padded, NamedSharding(self._mesh, self._by_run))
+        sharding = NamedSharding(self._mesh, self._by_run)
+        return jax.tree.map(lambda x: _put(self._padded(x), sharding), runs)
 
     def sharded_like(self, shapes: PyTree) -> PyTree:
         """Shapes of the device arrays of a state, with the sharding that these have."""
@@ -184,7 +184,7 @@ class Trainer:
         def put(x: np.ndarray, shape: jax.ShapeDtypeStruct) -> Array:
             if self.plan.shards > 1:
                 x = _split(x, self.plan.shards, jax.eval_shape(_numbers, shape).shape[2:])
-            placed = jax.device_put(self._padded(x), shape.sharding)
+            placed = _put(self._padded(x), shape.sharding)
             if not _is_key(shape):
                 return placed
             impl = jax.random.key_impl(jnp.zeros((), shape.dtype))  # only an array says it
@@ -253,6 +253,14 @@ def _is_key(x: Any) -> bool:
 def _numbers(tree: PyTree) -> PyTree:
     """Arrays, with the numbers of typed keys in their place."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _put(x: np.ndarray, sharding: NamedSharding) -> Array:
+    """A host array on the devices, of which each process has some."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    # Which does not compare what the processes have, as if NaN were unequal to itself.
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def _host_copy(x: Array | np.ndarray) -> np.ndarray:
