@@ -51,8 +51,8 @@ def _train(settings: Settings) -> int:
     groups = programs(make_runs(make_settings_of(settings), settings.run))
     runs = sorted((run for group in groups for run in group), key=lambda run: run.number)
     configs = [group[0].setting.config for group in groups]
-    if settings.run.process_id == 0:
-        Display().say(f"waits at {settings.run.coordinator} for the other processes")
+    if address := settings.run.coordinator:
+        Display().say(f"waits at {address} for the other processes, at most five minutes")
     machine.configure(settings.run, len(runs), one_thread=all(map(suits_one_thread, configs)))
     processes.check_same(rundir.common_options(settings))
     memory = machine.memory_for_arrays(settings.run.memory_limit)
@@ -109,7 +109,8 @@ def _run(
     swept = trainings[0].runs[0].setting.swept
     run = directory.settings.run
     trackers = _trackers(trainings, directory, display)
-    tables = Tables(directory.path, swept, run.resume is not None, trackers)
+    kept_in = directory.path if processes.is_main() else None
+    tables = Tables(kept_in, swept, run.resume is not None, trackers)
     with machine.Interrupt() as interrupt, tables:
         for number, training in enumerate(trainings):
             if interrupt.check():

@@ -75,6 +75,7 @@ class Tables:
     """The tables that grow while a training runs; closed at the end of a `with`.
 
     Args:
+        run_dir: None where they are not to be kept.
         swept: the options that runs differ in, with any values.
         goes_on: append to those that are there, which `keep_rows` has cut.
         trackers: take what the tables take, and videos.
@@ -82,7 +83,7 @@ class Tables:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: Path | None,
         swept: dict[str, Any],
         goes_on: bool = False,
         trackers: Trackers | None = None,
@@ -91,7 +92,10 @@ class Tables:
 
         def table(name: str, columns: list[str], kind: str) -> Table:
             follow = functools.partial(trackers.write, kind) if trackers else None
-            return Table(run_dir / name, columns + list(swept_columns(swept)), goes_on, follow)
+            columns = columns + list(swept_columns(swept))
+            if run_dir is None:
+                return Table(Path(os.devnull), columns, goes_on=True)
+            return Table(run_dir / name, columns, goes_on, follow)
 
         self.metrics = table("metrics.csv", METRICS_COLUMNS, "")
         self.evaluation = table("evaluation.csv", EVALUATION_COLUMNS, "evaluation/")

@@ -94,6 +94,17 @@ def test_a_sweep_whose_first_program_lost_its_last_checkpoint(tmp_path, two_prog
     assert_same(path, two_programs)
 
 
+def test_a_program_that_had_not_begun_keeps_its_blocks(tmp_path, monkeypatch, two_programs):
+    """With fewer devices they would be larger, as another size in the programs that had."""
+    path = shutil.copytree(two_programs, tmp_path / "run")
+    shutil.rmtree(path / "checkpoints" / "1")
+    (path / "summary.json").unlink()
+    (device, *_) = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert resume(path) == 0
+    assert latest(two_programs, 1).facts["block"] == latest(path, 1).facts["block"] == 1
+
+
 def test_what_was_said_once_is_said_again(tmp_path, capsys):
     path = tmp_path / "run"
     assert train(path, 4, "--anneal-clip-eps") == 0

@@ -16,11 +16,15 @@ import numpy as np
 import pytest
 from probes import Poisoned
 
-from purejaxppo import checkpoint
-from purejaxppo.config import Config, Hyper
+from purejaxppo import checkpoint, processes
+from purejaxppo.config import Config, Hyper, RunOptions, Settings
 from purejaxppo.envs.base import Vectorized
+from purejaxppo.machine import Memory
 from purejaxppo.plan import Plan
+from purejaxppo.program import Program
+from purejaxppo.sweep import Run, make_settings_of
 from purejaxppo.train import Trainer, make_setup, stack_hypers
+from purejaxppo.values import ConfigError
 
 # One minibatch of all samples: those of a device are shuffled among themselves.
 CONFIG = Config(
@@ -119,6 +123,15 @@ def test_environments_are_divided_in_a_block_of_runs_too():
     chex.assert_trees_all_close(together, one_by_one, rtol=1e-4, atol=1e-6)
 
 
+def test_advantages_are_of_all_devices_that_share_a_run():
+    """A device's share of a minibatch may be one sample, which has no advantage over itself."""
+    config = dataclasses.replace(CONFIG, env="CartPole-v1", num_steps=1)
+    options = RunOptions(shard="environments", eval_episodes=0)
+    (setting,) = make_settings_of(Settings(options, config, HYPER))
+    program = Program(options, [Run(0, 0, setting)], Memory(2**40, per_device=False))
+    assert program.trainer.setup.config.batch_size == 1
+
+
 PROCESS = """
 import sys
 from purejaxppo import cli
@@ -126,7 +139,7 @@ sys.exit(cli.train_command(sys.argv[1:]))
 """
 SWEEP = (
     "--env CartPole-v1 --total-timesteps 256 --num-envs 2 --num-steps 16 --torso-layers 8 --num-seeds 3 "
-    "--sweep learning_rate=1e-3,1e-2 --runs-per-block 1 --eval-episodes 4 --eval-every 128"
+    "--sweep learning_rate=1e-3,1e30 --runs-per-block 1 --eval-episodes 4 --eval-every 128"
 )
 
 
@@ -182,11 +195,16 @@ def start(devices, *arguments):
 
 def start_two(*arguments, own=((), ())):
     """Processes of two devices each that work together, each with arguments of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     distributed = ["--distributed", "--coordinator", address, "--num-processes", "2", *arguments]
     return [start(2, *distributed, "--process-id", i, *own[i]) for i in range(2)]
+
+
+def free_address():
+    """Where a process 0 may be found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def directories(*paths):
@@ -221,7 +239,7 @@ def test_a_signal_to_one_process_stops_both(tmp_path):
 def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
     """Six runs on four devices: the same tables and checkpoints, to the last bit, written once.
 
-    And the same again when both go on, the latter on two devices of one process.
+    And the same again when both go on, the latter on two devices of one process. Half of the runs diverged.
     """
     pair, single = tmp_path / "of0", tmp_path / "single"
     processes = start_two(*SWEEP.split(), own=directories(pair, tmp_path / "of1"))
@@ -237,6 +255,52 @@ def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
     (shown,) = finish(start(2, "--resume", single, *more))
     assert "not bit for bit" not in shown
     assert_same(pair, single)
+
+
+def test_an_error_in_one_process_ends_both(tmp_path, monkeypatch):
+    """At once: JAX would wait five minutes for the one that failed, and then abort all of them."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom purejaxppo.envs.gymnax import make\n"
+        "def Mine():\n"
+        "    if '1' == sys.argv[sys.argv.index('--process-id') + 1]:\n"
+        "        raise OSError('nothing here')\n"
+        "    return make('CartPole-v1', {})\n"
+    )
+    begun = time.monotonic()
+    processes = start_two("--env", "mine:Mine", own=directories(tmp_path / "0", tmp_path / "1"))
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "purejaxppo: error: nothing here" in errors[1]
+    assert time.monotonic() - begun < 60
+
+
+def test_processes_of_unequal_devices_are_refused(tmp_path):
+    address = free_address()
+    options = ["--env", "CartPole-v1", "--distributed", "--coordinator", address]
+    options += ["--num-processes", "2", "--run-dir", tmp_path / "run", "--process-id"]
+    for process in [start(2, *options, 0), start(1, *options, 1)]:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "the processes have 2, 1 devices, and must have equally many" in err
+
+
+def test_an_address_where_there_is_somebody_else_or_nobody(monkeypatch):
+    """JAX would end the training whose address it is, or abort."""
+    monkeypatch.setattr(processes, "_PATIENCE", 0)
+    run = RunOptions(distributed=True, coordinator=free_address(), num_processes=2, process_id=1)
+    with pytest.raises(ConfigError, match=f"--coordinator {run.coordinator}: .*refused"):
+        processes.join(run)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = dataclasses.replace(run, coordinator=f"127.0.0.1:{port}", process_id=0)
+        with pytest.raises(ConfigError, match=f"--coordinator: port {port}: .*in use"):
+            processes.join(run)
+    run = RunOptions(distributed=True)
+    with pytest.raises(ConfigError, match="give --coordinator, --num-processes and --process-id"):
+        processes.join(run)
 
 
 def test_processes_that_were_given_different_options_say_which(tmp_path):

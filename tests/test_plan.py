@@ -27,6 +27,9 @@ def test_a_plan_uses_the_devices_there_are_and_no_more():
     setup = make_setup(Config(num_envs=4, num_steps=8), TimeLimit())
     assert make_plan(setup, 1) == Plan(1, 1, 1)
     assert make_plan(setup, 1000, block=3) == Plan(1000, devices, 3)
+    # Devices whose runs would all be copies stay idle, but one: a program for one may round differently.
+    assert make_plan(setup, 8, block=8) == Plan(8, min(devices, 2), 8)
+    assert make_plan(setup, 8, block=3) == Plan(8, min(devices, 3), 3)
     plan = make_plan(setup, 10)
     assert plan.num_devices == min(devices, 10)
     assert plan.padded - 10 < plan.num_devices * plan.block
