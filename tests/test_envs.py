@@ -429,6 +429,25 @@ def test_gymnax_style_environment_of_the_users():
     assert envs.gymnax.GymnaxEnvironment(Endless()).max_episode_steps is None
 
 
+def test_gymnax_style_environment_that_gives_something_else():
+    from gymnax.environments.classic_control import CartPole
+
+    class Swapped(CartPole):
+        def reset_env(self, key, params):
+            return super().reset_env(key, params)[::-1]
+
+    class Truncating(CartPole):
+        def step_env(self, key, state, action, params):
+            return (*super().step_env(key, state, action, params), False)
+
+    told = r"Swapped: its reset_env gives EnvState first: must be \(obs, state\)"
+    with pytest.raises(ConfigError, match=told):
+        envs.custom.make("mine", Swapped, {})
+    told = r"its step_env gives a tuple of 6: must be \(obs, state, reward, done, info\)"
+    with pytest.raises(ConfigError, match=told):
+        envs.custom.make("mine", Truncating, {})
+
+
 def test_environment_that_downloads_says_so_in_one_line():
     with pytest.raises(ConfigError, match="MNISTBandit-bsuite downloads its data, and that failed"):
         envs.make("MNISTBandit-bsuite")

@@ -73,7 +73,8 @@ def _check_what_it_gives(name: str, env: Environment) -> None:
     What they raise themselves is left as it is: who wrote them needs to see where.
     """
     key, space = jax.random.key(0), env.action_space
-    state, obs = jax.eval_shape(lambda key: _pair(name, "reset", env.reset(key)), key)
+    begin = lambda key: unpacked(name, "reset", env.reset(key), "state", "obs")  # noqa: E731
+    state, obs = jax.eval_shape(begin, key)
     dtype = jnp.float32 if isinstance(space, Box) else jnp.int32
     action = jax.ShapeDtypeStruct(space.shape, dtype)
     step = functools.partial(_step, name, env)
@@ -102,18 +103,18 @@ def _check_what_it_gives(name: str, env: Environment) -> None:
 
 
 def _step(name: str, env: Any, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
-    after, timestep = _pair(name, "step", env.step(key, state, action))
+    after, timestep = unpacked(name, "step", env.step(key, state, action), "state", "TimeStep")
     if not isinstance(timestep, TimeStep):
         given = type(timestep).__name__
         raise ConfigError(f"{name}: its step gives (state, {given}): must be (state, TimeStep)")
     return after, timestep
 
 
-def _pair(name: str, method: str, given: Any) -> tuple[Any, Any]:
-    if not (isinstance(given, tuple) and len(given) == 2):
+def unpacked(name: str, method: str, given: Any, *parts: str) -> Sequence[Any]:
+    """What a method gives; raises ConfigError unless it is a tuple of so many parts."""
+    if not (isinstance(given, tuple) and len(given) == len(parts)):
         number = f" of {len(given)}" if isinstance(given, tuple) else ""
-        second = "obs" if method == "reset" else "TimeStep"
         raise ConfigError(
-            f"{name}: its {method} gives a {type(given).__name__}{number}: must be (state, {second})"
+            f"{name}: its {method} gives a {type(given).__name__}{number}: must be ({', '.join(parts)})"
         )
     return given

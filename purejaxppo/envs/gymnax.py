@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 from urllib.error import URLError
@@ -15,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from purejaxppo import spaces
+from purejaxppo.envs.checks import unpacked
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -68,14 +70,29 @@ class GymnaxEnvironment:
 
     def reset(self, key: Array) -> tuple[PyTree, Array]:
         """(state, obs) of a new episode; consumes key."""
-        obs, state = self._env.reset_env(key, self._params)
-        return state, jnp.asarray(obs)
+        given = self._env.reset_env(key, self._params)
+        obs, state = self._unpacked("reset_env", given, "obs", "state")
+        return state, obs
 
     def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
         """One raw step; consumes key."""
-        obs, state, reward, terminated, _ = self._env.step_env(key, state, action, self._params)
+        given = self._env.step_env(key, state, action, self._params)
+        parts = "obs", "state", "reward", "done", "info"
+        obs, state, reward, terminated, _ = self._unpacked("step_env", given, *parts)
         truncated = self._env.is_truncated(state, self._params)
-        return state, TimeStep(jnp.asarray(obs), reward, terminated, jnp.asarray(truncated))
+        return state, TimeStep(obs, reward, terminated, jnp.asarray(truncated))
+
+    def _unpacked(self, method: str, given: Any, *parts: str) -> Sequence[Any]:
+        """What a method gives, with obs as an array."""
+        name = type(self._env).__name__
+        obs, *rest = unpacked(name, method, given, *parts)
+        try:
+            return jnp.asarray(obs), *rest
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{name}: its {method} gives {type(obs).__name__} first: must be "
+                f"({', '.join(parts)}), with one array as obs"
+            ) from None
 
 
 def make(name: str, env_args: dict[str, Any]) -> GymnaxEnvironment:
