@@ -396,7 +396,7 @@ def test_an_unusual_environment_is_trained_and_evaluated(tmp_path, capsys):
     arguments = ["--env", "probes:Unusual", "--num-seeds", "3", "--runs-per-block", "2"]
     arguments += ["--eval-every", "32", "--eval-episodes", "3", "--run-dir", str(path)]
     assert train(*arguments, "--total-timesteps", "64") == 0
-    assert "in blocks of 2: 6 are computed" in capsys.readouterr().out
+    assert "in blocks of 2: 4 are computed" in capsys.readouterr().out
     assert train("--env", "probes:Unusual", "--resume", str(path), "--total-timesteps", "96") == 0
     evaluations = rows(path / "evaluation.csv")
     assert len(evaluations) == 3 * 3
