@@ -396,7 +396,10 @@ def _options(results: list[Result], name: str) -> list[Any]:
 
 
 def _draw_option(axes: Any, name: str, results: list[Result]) -> None:
-    """A point a setting, and the runs that share a value together, with their interval."""
+    """A point a setting, a cross at the bottom where it has no return, as of runs that diverged.
+
+    And the runs that share a value together, with their interval.
+    """
     values = _options(results, name)
     numeric = all(
         isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values
@@ -405,6 +408,8 @@ def _draw_option(axes: Any, name: str, results: list[Result]) -> None:
         x = value if numeric else place
         finals = np.array([r.outcome.final for r in results if r.setting.swept[name] == value])
         axes.plot([x] * len(finals), iqm(finals), "o", color="0.6", markersize=4)
+        if not np.isfinite(iqm(finals)).all():
+            axes.plot(x, 0.02, "x", color="C3", transform=axes.get_xaxis_transform())
         interval = bootstrap_interval(finals, iqm, 500)
         if finals.size > 1 and all(map(math.isfinite, interval)):
             axes.plot([x, x], interval, "-", color="C0")
