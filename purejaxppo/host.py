@@ -60,8 +60,8 @@ def _train(settings: Settings) -> int:
     with contextlib.ExitStack() as held:
         found = _checkpoints(settings, groups, held)
         trainings: list[Training] = []
-        for group, each, block in zip(groups, found, _blocks(found), strict=True):
-            trainings.append(Training(settings.run, group, display, memory, each, block))
+        for number, (group, block) in enumerate(zip(groups, _blocks(found), strict=True)):
+            trainings.append(Training(settings.run, group, display, memory, found[number], block))
             memory = memory.without(trainings[-1].program.external_bytes)
         saved = [each.facts if each else None for each in found]
         del found  # its arrays are the trainings' now, who let go of them
@@ -174,8 +174,9 @@ def _checkpoints(
     config = directory.path / "config.yaml"
     check_options(options_of(read_settings(file=config)), settings, config)
     processes.together(lambda: held.enter_context(rundir.lock(directory.path)))
-    load = lambda: [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))]  # noqa: E731
-    found: list[Checkpoint | None] = processes.together(load, in_all=True)
+    found: list[Checkpoint | None] = processes.together(
+        lambda: [checkpoint.load(directory.checkpoints(i)) for i in range(len(groups))], in_all=True
+    )
     processes.check_same({"resume": [each and each.sha256 for each in found]})
     if not any(found) and rundir.has_results(directory.path):
         raise ConfigError(f"{directory.path}: has results, and no checkpoint to go on from")

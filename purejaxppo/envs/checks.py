@@ -73,8 +73,9 @@ def _check_what_it_gives(name: str, env: Environment) -> None:
     What they raise themselves is left as it is: who wrote them needs to see where.
     """
     key, space = jax.random.key(0), env.action_space
-    begin = lambda key: unpacked(name, "reset", env.reset(key), "state", "obs")  # noqa: E731
-    state, obs = jax.eval_shape(begin, key)
+    state, obs = jax.eval_shape(
+        lambda key: unpacked(name, "reset", env.reset(key), "state", "obs"), key
+    )
     dtype = jnp.float32 if isinstance(space, Box) else jnp.int32
     action = jax.ShapeDtypeStruct(space.shape, dtype)
     step = functools.partial(_step, name, env)
