@@ -195,8 +195,7 @@ def table(known: dict[str, Any]) -> str:
         "",
         f"Made by `python -m benchmarks.external`: {about['device']}, jax {about['versions']['jax']}, envpool "
         f"{about['versions']['envpool']}, Stable-Baselines3 {about['peer']['stable-baselines3']}; the shipped "
-        "settings, of which the other has the sizes, epochs, learning rate, gamma and lambda; where ours adapts "
-        f"its learning rate to the KL divergence, as for Hopper, the other's stays. Seeds from {FIRST_SEED} on. Returns of 16 deterministic "
+        f"settings, which are the other's too, seeds from {FIRST_SEED} on. Returns of 16 deterministic "
         "episodes a seed, and 95% bootstrap intervals; at or above where the lower end of the difference is "
         "above -5% of the other's. Seeds were added where few could not tell. Steps per second: medians of trainings in turn, without compilation.",
         "",
