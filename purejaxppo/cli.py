@@ -272,21 +272,7 @@ def parse(arguments: list[str]) -> Settings:
         ConfigError: --config cannot be used.
         SystemExit: status 0 after --help, 2 for an unknown option or a value of the wrong type.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--env")
-    first.add_argument("--config", action="append")
-    first.add_argument("--backend")
-    first.add_argument("--resume")
-    for name in ("--sweep", "--log", "--env-args"):  # of which Tyro would let the last win
-        first.add_argument(name, action="extend", nargs="+")
-    try:
-        known, rest = first.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error)) from None
-    if known.config is not None:
-        if len(known.config) > 1:
-            raise ConfigError(f"--config {' and '.join(known.config)}: only one can be given")
-        (known.config,) = known.config
+    known, rest = _given_first(arguments)
     if known.resume is not None:
         base = _to_go_on(known)
     else:
@@ -317,6 +303,30 @@ def parse(arguments: list[str]) -> Settings:
     return dataclasses.replace(
         settings, config=dataclasses.replace(settings.config, env_args=env_args)
     )
+
+
+def _given_first(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What decides on which settings all else is laid, and the arguments that are left.
+
+    Raises:
+        ConfigError: one of them lacks its value, or there are two --config.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--env")
+    first.add_argument("--config", action="append")
+    first.add_argument("--backend")
+    first.add_argument("--resume")
+    for name in ("--sweep", "--log", "--env-args"):  # of which Tyro would let the last win
+        first.add_argument(name, action="extend", nargs="+")
+    try:
+        known, rest = first.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if known.config is not None:
+        if len(known.config) > 1:
+            raise ConfigError(f"--config {' and '.join(known.config)}: only one can be given")
+        (known.config,) = known.config
+    return known, rest
 
 
 def _to_go_on(given: argparse.Namespace) -> Settings:

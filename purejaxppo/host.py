@@ -60,11 +60,12 @@ def _train(settings: Settings) -> int:
     with contextlib.ExitStack() as held:
         found = _checkpoints(settings, groups, held)
         trainings: list[Training] = []
+        # No name but `found` may hold a checkpoint, whose arrays are the trainings' then, who let go of them.
         for number, (group, block) in enumerate(zip(groups, _blocks(found), strict=True)):
             trainings.append(Training(settings.run, group, display, memory, found[number], block))
             memory = memory.without(trainings[-1].program.external_bytes)
         saved = [each.facts if each else None for each in found]
-        del found  # its arrays are the trainings' now, who let go of them
+        del found
         caveats = _caveats(trainings, saved)
         done = all(training.done for training in trainings)
         directory = _begin(settings, groups, saved, done, held)

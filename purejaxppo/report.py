@@ -337,17 +337,17 @@ def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
 
     figure = Figure(figsize=(7, 4.5))
     axes = figure.add_axes((0.12, 0.12, 0.84, 0.8))
-    runs = {len(result.outcome.runs) for result in ranked}
     if len(ranked) == 1:
-        (of,) = runs
-        _draw_curve(axes, ranked[0].training, of, "training episodes", "-")
-        if len(ranked[0].evaluation.steps):
-            _draw_curve(axes, ranked[0].evaluation, of, "evaluation", "o-")
+        (only,) = ranked
+        _draw_curve(axes, only.training, len(only.outcome.runs), "training episodes", "-")
+        if len(only.evaluation.steps):
+            _draw_curve(axes, only.evaluation, len(only.outcome.runs), "evaluation", "o-")
     else:
         for result in reversed(ranked[_LABELLED:]):
             axes.plot(result.curve.steps, iqm(result.curve.returns), color="0.85", linewidth=0.7)
         for result in ranked[:_LABELLED]:
             _draw_curve(axes, result.curve, len(result.outcome.runs), result.name, "-")
+    runs = {len(result.outcome.runs) for result in ranked}
     of = f", IQM of {span(runs)} runs with 95% interval" if max(runs) > 1 else ""
     axes.set(xlabel="environment steps", ylabel=f"episode return{of}")
     axes.set_title(title, y=1.0)  # or all ticks are measured to find a place for it
