@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -312,6 +313,21 @@ def test_processes_that_were_given_different_options_say_which(tmp_path):
         assert process.returncode == 2
         assert re.search("the processes were given different --env, .*--seed", err)
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_go_on_from_different_checkpoints_say_so(tmp_path):
+    """As from a copy that a machine has of its own."""
+    options = [*SWEEP.split(), "--num-seeds", "1", "--eval-every", "none", "--eval-episodes", "0"]
+    steps = ["--total-timesteps", "128"]
+    here, there = tmp_path / "here", tmp_path / "there"
+    finish(start(2, *options, *steps, "--run-dir", here))
+    shutil.copytree(here, there)
+    finish(start(2, "--resume", there, "--total-timesteps", "192"))
+    own = [("--resume", path) for path in (here, there)]
+    for process in start_two("--total-timesteps", "256", own=own):
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "the processes were given different --resume" in err
 
 
 def assert_same(pair, single):
