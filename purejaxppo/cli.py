@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import tyro
 
-from purejaxppo import __version__, envs, processes, report, rundir, values
+from purejaxppo import __version__, envs, machine, processes, report, rundir, values
 from purejaxppo.config import Settings, our_name, shipped_config
 from purejaxppo.convolutions import CnnLayers
 from purejaxppo.display import Display
@@ -133,9 +133,13 @@ def evaluate_command(arguments: list[str]) -> int:
         directory = RunDirectory.open(given.run_dir, given.env)
         policies = load_all_policies(directory, given.best)
         left_out = directory.num_runs - len(policies)
-    Display().played(
-        [(p, play(p, given.episodes, given.seed, given.sampled)) for p in policies], left_out
-    )
+    played = []
+    with machine.Interrupt() as interrupt:
+        for policy in policies:
+            played.append((policy, play(policy, given.episodes, given.seed, given.sampled)))
+            if interrupt.check():
+                return 128 + interrupt.signal
+    Display().played(played, left_out)
     return 0
 
 

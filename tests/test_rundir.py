@@ -98,6 +98,18 @@ def shown(capsys, *arguments):
     return capsys.readouterr().out
 
 
+def test_evaluate_stops_after_the_policy_that_plays(swept, capsys, monkeypatch):
+    played = []
+
+    def interrupted(policy, *_):
+        played.append(policy)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli, "play", interrupted)
+    assert cli.evaluate_command([str(swept)]) == 130
+    assert (len(played), capsys.readouterr().out) == (1, "")
+
+
 def test_evaluate(swept, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.evaluate_command([str(swept), "--episodes", "1.5"])
