@@ -429,6 +429,28 @@ def test_gymnax_style_environment_of_the_users():
     assert envs.gymnax.GymnaxEnvironment(Endless()).max_episode_steps is None
 
 
+def test_gymnax_style_bounds_however_they_are_made():
+    """Also where they cannot be traced, or are kept by the environment."""
+    from gymnax.environments.classic_control import CartPole
+
+    class OnTheHost(CartPole):
+        def observation_space(self, params):
+            space = super().observation_space(params)
+            return gymnax_spaces.Box(np.asarray(space.low), float(space.high[0]), (4,))
+
+    class Kept(CartPole):
+        observation_space = functools.cache(CartPole.observation_space)
+
+    of_cartpole = envs.make("CartPole-v1").observation_space
+    found = envs.custom.make("mine", OnTheHost, {}).observation_space
+    assert (found.low, found.high) == (of_cartpole.low, of_cartpole.high[0])
+    env = Kept()
+    for _ in range(2):
+        made = envs.gymnax.GymnaxEnvironment(env)
+        assert made.observation_space == of_cartpole
+    assert np.isfinite(env.observation_space(env.default_params).low).all()
+
+
 def test_gymnax_style_environment_that_gives_something_else():
     from gymnax.environments.classic_control import CartPole
 

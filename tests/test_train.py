@@ -250,6 +250,14 @@ def test_a_users_own_axis_is_not_that_of_the_devices():
     chex.assert_trees_all_equal(*(state.params for state in states))
 
 
+@pytest.mark.parametrize("env", ["Pendulum-v1", "FourRooms-misc", "brax/inverted_pendulum"])
+def test_made_within_jit(env):
+    """Whatever an environment computes of itself is known while it is traced."""
+    config = dataclasses.replace(CONFIG, env=env)
+    within = jax.eval_shape(lambda key: make_train(config)(key, Hyper()), jax.random.key(0))
+    assert within == jax.eval_shape(make_train(config), jax.random.key(0), Hyper())
+
+
 def test_options_of_both_kinds_that_do_not_go_together_are_refused_in_python():
     train = make_train(CONFIG)
     with pytest.raises(ConfigError, match="both set the learning rate"):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from purejaxppo.config import Config, Settings, read_settings
@@ -198,11 +199,12 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     suite = name.partition("/")[0]
     if entry is None and suite in _OPEN_SUITES:
         entry = f"purejaxppo.envs.{suite}"
-    if isinstance(entry, str):
-        env = importlib.import_module(entry).make(name, arguments)
-        check_described(name, env)
-        return env
-    return custom.make(name, entry, arguments)
+    with jax.ensure_compile_time_eval():  # what is computed here is known, within `jit` too
+        if isinstance(entry, str):
+            env = importlib.import_module(entry).make(name, arguments)
+            check_described(name, env)
+            return env
+        return custom.make(name, entry, arguments)
 
 
 def has_vectors(name: str) -> bool:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 from urllib.error import URLError
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -61,8 +62,9 @@ class GymnaxEnvironment:
     def __init__(self, env: Any, params: Any = None) -> None:
         self._env = env
         self._params = env.default_params if params is None else params
-        self.observation_space = convert_space(env.observation_space(self._params))
-        self.action_space = convert_space(env.action_space(self._params))
+        observations, actions = _spaces(env, self._params)
+        self.observation_space = convert_space(observations)
+        self.action_space = convert_space(actions)
         limit = getattr(self._params, "max_steps_in_episode", None)
         self.max_episode_steps = int(limit) if limit is not None and limit % 1 == 0 else limit
         base = _import_gymnax().environments.environment.Environment
@@ -125,6 +127,27 @@ def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironmen
         if numeric and not isinstance(value, int | float):
             raise ConfigError(f"--env-args {argument}={value}: must be a number")
     return GymnaxEnvironment(env, dataclasses.replace(params, **changes))
+
+
+def _spaces(env: Any, params: Any) -> list[Any]:
+    """Of observations and actions, all their bounds from one program: one by one they compile for longer."""
+
+    def make() -> list[Any]:
+        return [env.observation_space(params), env.action_space(params)]
+
+    found = []
+
+    def bounds() -> list[dict[str, Array]]:
+        found[:] = make()
+        return [{k: v for k, v in vars(x).items() if isinstance(v, Array)} for x in found]
+
+    try:
+        computed = jax.device_get(jax.jit(bounds)())
+    except TypeError:  # of bounds that cannot be traced
+        return make()
+    for space, arrays in zip(found, computed, strict=True):
+        vars(space).update(arrays)
+    return found
 
 
 def convert_space(space: Any) -> spaces.Space:
