@@ -343,7 +343,8 @@ def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
         if len(only.evaluation.steps):
             _draw_curve(axes, only.evaluation, len(only.outcome.runs), "evaluation", "o-")
     else:
-        for result in reversed(ranked[_LABELLED:]):
+        others = [result for result in ranked[_LABELLED:] if len(result.curve.steps)]
+        for result in reversed(others):
             axes.plot(result.curve.steps, iqm(result.curve.returns), color="0.85", linewidth=0.7)
         for result in ranked[:_LABELLED]:
             _draw_curve(axes, result.curve, len(result.outcome.runs), result.name, "-")

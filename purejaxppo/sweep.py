@@ -22,6 +22,7 @@ from purejaxppo.values import ConfigError, coerce, show_cnn_layers, suggest
 _NOT_SWEPT = {
     "env": "returns of different environments cannot be ranked; train each by itself",
     "env_args": "train each by itself",
+    "backend": "returns of different physics cannot be ranked; train each by itself",
     "seed": "every setting has the same seeds; --num-seeds says how many",
 }
 

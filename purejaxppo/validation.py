@@ -6,11 +6,14 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 from purejaxppo.config import Config, Hyper, RunOptions, Settings, make_settings
 from purejaxppo.networks import ACTIVATIONS
 from purejaxppo.values import ConfigError, parse_bytes
 
 _LOGS = ("tensorboard", "wandb")
+_FLOAT32 = np.finfo(np.float32)
 _MOST_RUNS = 10**6  # each is an object on the host
 
 
@@ -55,7 +58,16 @@ def validate_hyper(hyper: Hyper) -> None:
         "max_grad_norm", "adam_eps", "policy_gain", "target_kl", "desired_kl",
     ):  # fmt: skip
         value = getattr(hyper, name)
-        require(value is None or value > 0, name, value, "above 0")
+        require(value is None or value >= _FLOAT32.tiny, name, value, "above 0 in float32")
+    for name in (
+        "learning_rate",
+        "critic_learning_rate",
+        "reward_scale",
+        "adam_eps",
+        "policy_gain",
+    ):
+        value = getattr(hyper, name)
+        require(value is None or value <= _FLOAT32.max, name, value, "finite in float32")
 
 
 def validated(config: Config) -> Config:
@@ -133,6 +145,11 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
     if config.normalize_rewards and hyper.reward_scale != Hyper.reward_scale:
         raise ConfigError(
             f"--reward-scale {hyper.reward_scale}: --normalize-rewards scales rewards already"
+        )
+    backend = dict(config.env_args).get("backend")
+    if config.backend is not None and backend not in (None, config.backend):
+        raise ConfigError(
+            f"--env-args backend={backend}: the backend is {config.backend}; --backend sets it"
         )
     validate_desired_kl(config, hyper)
     if config.log_std == "state" and not -20 < hyper.init_log_std < 2:

@@ -81,6 +81,26 @@ def test_the_state_holds_only_what_the_next_step_reads():
     assert jax.tree.structure(state) == jax.tree.structure(after)
 
 
+class Remembering(Walk):
+    """Shows the last three positions, by its own observation before."""
+
+    def reset(self, rng):
+        state = super().reset(rng)
+        return state.replace(obs=jnp.repeat(state.obs, 3))
+
+    def step(self, state, action):
+        after = super().step(state, action)
+        return after.replace(obs=jnp.roll(state.obs, 1).at[0].set(after.obs[0]))
+
+
+def test_a_history_in_observations_is_kept_where_asked_for():
+    env = BraxEnvironment(Remembering(), action_repeat=2, reads_obs=True)
+    state, obs = env.reset(jax.random.key(0))
+    for _ in range(2):
+        state, timestep = env.step(jax.random.key(0), state, jnp.ones(1))
+    np.testing.assert_allclose(timestep.obs, obs[0] + jnp.array([4, 3, 2]), rtol=1e-6)
+
+
 def test_the_value_after_a_time_limit_is_that_of_the_final_observation():
     env = BraxEnvironment(Walk(), episode_length=4)
     config = Config(num_envs=3, num_steps=8, torso_layers=(8,), num_minibatches=1, pool_size=1)

@@ -332,6 +332,16 @@ def test_no_evaluation(tmp_path):
         ("--reward-scale 0", "--reward-scale 0.0: must be above 0"),
         ("--normalize-rewards --reward-scale 2", "--normalize-rewards scales rewards already"),
         ("--backend spring", "--backend or --env-args: CartPole-v1 has no argument 'backend'"),
+        (
+            "--env hopper --env-args backend=mjx",
+            "backend=mjx: the backend is spring; --backend sets",
+        ),
+        (
+            "--env hopper --sweep backend=spring,mjx",
+            "--sweep backend: returns of different physics",
+        ),
+        ("--learning-rate 1e39", "--learning-rate 1e+39: must be finite in float32"),
+        ("--clip-eps 1e-50", "--clip-eps 1e-50: must be above 0 in float32"),
         ("--env swimmer --backend mjx", "--backend mjx: brax/swimmer runs on generalized"),
         ("--env brax/antt", "unknown environment 'brax/antt'; did you mean brax/ant"),
         ("--reset-mode fresh --pool-size 3", "there is no pool with --reset-mode fresh"),
@@ -495,7 +505,7 @@ def test_a_run_that_diverges_in_its_last_update_is_named(tmp_path):
     path = tmp_path / "run"
     status = train(
         "--total-timesteps", "32", "--num-minibatches", "1", "--update-epochs", "1",
-        "--learning-rate", "inf", "--run-dir", str(path), "--eval-episodes", "0",
+        "--learning-rate", "1e38", "--run-dir", str(path), "--eval-episodes", "0",
     )  # fmt: skip
     assert status == 1
     assert np.isfinite(float(rows(path / "metrics.csv")[0]["policy_loss"]))

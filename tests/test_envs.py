@@ -373,7 +373,15 @@ def test_a_mistake_within_a_module_is_not_hidden(tmp_path, monkeypatch):
     [
         ("DeepSea-bsuite", {"siz": 4}, "has no argument 'siz'; did you mean size"),
         ("CartPole-v1", {"colour": 1}, "CartPole-v1 has no argument 'colour'.*it has force_mag"),
-        ("MetaMaze-misc", {"maze_size": 4}, "--env-args of MetaMaze-misc"),
+        ("MetaMaze-misc", {"maze_size": 4}, "--env-args of MetaMaze-misc: refused by AssertionErr"),
+        (
+            "MemoryChain-bsuite",
+            {"num_bits": 0},
+            "--env-args of MemoryChain-bsuite: .*out of bounds",
+        ),
+        ("Catch-bsuite", {"rows": 2.5}, "--env-args of Catch-bsuite: "),
+        ("UmbrellaChain-bsuite", {"n_distractor": "a"}, "--env-args of UmbrellaChain-bsuite: "),
+        ("CartPole-v1", {"gravity": True}, "--env-args gravity=True: must be a number"),
         ("CartPole-v1", {"tau": "abc"}, "--env-args tau=abc: must be a number"),
         ("CartPole-v1", {"max_steps_in_episode": 0}, "max_episode_steps is 0: must be a whole"),
         ("CartPole-v1", {"max_steps_in_episode": 2.5}, "max_episode_steps is 2.5: must be a whole"),

@@ -161,6 +161,13 @@ def test_curves_say_how_many_runs_are_missing(run_dirs, tmp_path, monkeypatch):
     assert "IQM of 2 runs" in shown[0].axes[0].get_ylabel()
 
 
+def test_the_many_without_a_name_may_have_no_curve(run_dirs, tmp_path):
+    good, half = read_report(run_dirs / "a").ranked
+    (gone,) = read_report(run_dirs / "b", diverged=[0, 1]).results
+    draw_curves(tmp_path / "c.png", "", [good] * 8 + [half, gone])
+    assert (tmp_path / "c.png").exists()
+
+
 def test_report_command_redraws_and_compares(run_dirs, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     output = tmp_path / "c.png"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from purejaxppo.envs.base import strong_types
-from purejaxppo.envs.checks import check_environment
+from purejaxppo.envs.checks import check_environment, explained
 from purejaxppo.spaces import Box
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
@@ -28,17 +28,24 @@ class BraxEnvironment:
     """An environment with Brax's raw `reset` and `step`, as an `Environment`.
 
     Args:
-        env: in Brax's style, without any wrapper, whose `step` reads physics and info of a state alone, as
+        env: in Brax's style, without any wrapper, whose `step` reads physics and info of a state, as
             Brax's do: nothing else of it is kept. Actions lie in [-1, 1].
         episode_length: time limit in steps of `env`.
         action_repeat: steps of `env` that an action is held for, fewer where the episode ends. The
             limit falls on a whole action, as in Brax.
+        reads_obs: keep the observation too, for a `step` that makes the next one of it.
     """
 
     may_truncate = False
 
-    def __init__(self, env: Any, episode_length: int = 1000, action_repeat: int = 1) -> None:
-        self._env, self._action_repeat = env, action_repeat
+    def __init__(
+        self,
+        env: Any,
+        episode_length: int = 1000,
+        action_repeat: int = 1,
+        reads_obs: bool = False,
+    ) -> None:
+        self._env, self._action_repeat, self._reads_obs = env, action_repeat, reads_obs
         # Physics takes a second to trace, and is part of several programs; inlined it is as if it had
         # been traced for each.
         self._reset, self._step = (jax.jit(f, inline=True) for f in (env.reset, env.step))
@@ -55,13 +62,14 @@ class BraxEnvironment:
         """(state, obs) of a new episode; consumes key."""
         with quietly():
             state = self._reset(key)
-        return _bare(state), state.obs
+        return self._bare(state), state.obs
 
     def step(self, key: Array, state: PyTree, action: Array) -> tuple[PyTree, TimeStep]:
         """One action, held for `action_repeat` steps or to the end of the episode."""
         del key  # the physics is deterministic
         zero = jnp.zeros(())
-        start = state.replace(obs=jnp.zeros_like(self._obs), reward=zero, done=zero)
+        obs = state.obs if self._reads_obs else jnp.zeros_like(self._obs)
+        start = state.replace(obs=obs, reward=zero, done=zero)
 
         def once(before: Any, _: None) -> tuple[Any, None]:
             with quietly():
@@ -76,12 +84,12 @@ class BraxEnvironment:
         else:
             end, _ = jax.lax.scan(once, start, length=self._action_repeat)
         no_limit = jnp.zeros((), bool)  # Brax has none of its own
-        return _bare(end), TimeStep(end.obs, end.reward, end.done > 0, no_limit)
+        return self._bare(end), TimeStep(end.obs, end.reward, end.done > 0, no_limit)
 
-
-def _bare(state: Any) -> Any:
-    """What of a state the next step reads; the rest would be carried and selected for nothing."""
-    return state.replace(obs=None, reward=None, done=None, metrics={})
+    def _bare(self, state: Any) -> Any:
+        """What of a state the next step reads; the rest would be carried and selected for nothing."""
+        obs = state.obs if self._reads_obs else None
+        return state.replace(obs=obs, reward=None, done=None, metrics={})
 
 
 def backends(name: str) -> tuple[str, ...]:
@@ -115,13 +123,11 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         known = {p for p in inspect.signature(factory).parameters if p != "kwargs"}
         known |= {"backend", "episode_length", "action_repeat", "n_frames", "debug"}
         check_arguments(name, env_args, known)
-        try:
+        with explained(name):
             env = BraxEnvironment(factory(**arguments), **wrapping)
             if arguments.keys() - {"backend"}:
                 check_environment(name, env)
             return env
-        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
-            raise ConfigError(f"--env-args of {name}: {error}") from None
 
 
 def check_positive(counts: dict[str, Any]) -> None:

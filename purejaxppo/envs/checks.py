@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,20 @@ def check_environment(name: str, env: Environment) -> None:
                 f"{name}: its reset or step changes self.{attribute}, which is compiled in as it is "
                 "now: what changes belongs into the state that they give"
             )
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Has ConfigError say in one line why the arguments of an environment cannot be used."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (
+        ValueError, TypeError, AssertionError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
+    ) as error:  # fmt: skip
+        reason = (str(error) or f"refused by {type(error).__name__}").splitlines()[0]
+        raise ConfigError(f"--env-args of {name}: {reason}") from None
 
 
 def _is_kept(value: Any, before: Any) -> bool:

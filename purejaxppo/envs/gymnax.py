@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from purejaxppo import spaces
-from purejaxppo.envs.checks import unpacked
+from purejaxppo.envs.checks import check_environment, explained, unpacked
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -104,18 +104,22 @@ def make(name: str, env_args: dict[str, Any]) -> GymnaxEnvironment:
         ConfigError: an argument that neither knows, or data that cannot be downloaded.
     """
     factory = _import_gymnax().registration._registry[name]
-    return build(name, factory, env_args)
+    if not env_args:
+        return build(name, factory, env_args)
+    with explained(name):
+        env = build(name, factory, env_args)
+        check_environment(name, env)
+        return env
 
 
 def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironment:
     """An environment of Gymnax's style from its class; see `make`."""
     accepted = set(inspect.signature(factory).parameters)
     try:
-        env = factory(**{k: v for k, v in env_args.items() if k in accepted})
+        with explained(name):
+            env = factory(**{k: v for k, v in env_args.items() if k in accepted})
     except (URLError, ConnectionError) as error:
         raise ConfigError(f"{name} downloads its data, and that failed: {error}") from None
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"--env-args of {name}: {error}") from None
     params: Any = env.default_params
     if not dataclasses.is_dataclass(type(params)):
         raise ConfigError(f"{name}: its default_params are {params!r}: must be a dataclass")
@@ -123,10 +127,13 @@ def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironmen
     check_arguments(name, env_args, accepted | fields)
     changes = {k: v for k, v in env_args.items() if k not in accepted}
     for argument, value in changes.items():
-        numeric = isinstance(getattr(params, argument), int | float)
-        if numeric and not isinstance(value, int | float):
+        if _is_number(getattr(params, argument)) and not _is_number(value):
             raise ConfigError(f"--env-args {argument}={value}: must be a number")
     return GymnaxEnvironment(env, dataclasses.replace(params, **changes))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _spaces(env: Any, params: Any) -> list[Any]:

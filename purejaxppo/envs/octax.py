@@ -10,7 +10,7 @@ from jax import Array
 
 from purejaxppo import spaces
 from purejaxppo.envs.brax import check_positive
-from purejaxppo.envs.checks import check_environment
+from purejaxppo.envs.checks import check_environment, explained
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -68,12 +68,10 @@ def make(name: str, env_args: dict[str, Any]) -> OctaxEnvironment:
     check_arguments(name, env_args, _ARGUMENTS)
     game = name.removeprefix("octax/")
     check_positive(env_args)
-    try:
+    with explained(name):
         with _quietly():
             env, _ = create_environment(game, render_mode="rgb_array", **env_args)
         made = OctaxEnvironment(env)
         if env_args:
             check_environment(name, made)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"--env-args of {name}: {error}") from None
-    return made
+        return made

@@ -6,6 +6,7 @@ import subprocess
 from typing import Any
 
 from purejaxppo.envs.brax import BraxEnvironment, check_positive, quietly
+from purejaxppo.envs.checks import explained
 from purejaxppo.values import ConfigError, check_arguments, suggest
 
 
@@ -37,9 +38,9 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         wrapping = {k: env_args.get(k, config[k]) for k in ("episode_length", "action_repeat")}
         check_positive(wrapping)
         try:
-            env = registry.load(short, config_overrides={"impl": "jax"} | env_args)
+            with explained(name):
+                env = registry.load(short, config_overrides={"impl": "jax"} | env_args)
         except (subprocess.CalledProcessError, OSError) as error:
             raise ConfigError(f"{name} downloads its assets, and that failed: {error}") from None
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"--env-args of {name}: {error}") from None
-        return BraxEnvironment(env, **wrapping)
+        # Some keep a history in their observations (BarkourJoystick, Op3Joystick).
+        return BraxEnvironment(env, **wrapping, reads_obs=True)
