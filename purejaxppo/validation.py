@@ -13,7 +13,7 @@ from purejaxppo.networks import ACTIVATIONS
 from purejaxppo.values import ConfigError, parse_bytes
 
 _LOGS = ("tensorboard", "wandb")
-_FLOAT32 = np.finfo(np.float32)
+_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _MOST_RUNS = 10**6  # each is an object on the host
 
 
@@ -58,7 +58,7 @@ def validate_hyper(hyper: Hyper) -> None:
         "max_grad_norm", "adam_eps", "policy_gain", "target_kl", "desired_kl",
     ):  # fmt: skip
         value = getattr(hyper, name)
-        require(value is None or value >= _FLOAT32.tiny, name, value, "above 0 in float32")
+        require(value is None or value >= _TINY, name, value, "above 0 in float32")
     for name in (
         "learning_rate",
         "critic_learning_rate",
@@ -67,7 +67,7 @@ def validate_hyper(hyper: Hyper) -> None:
         "policy_gain",
     ):
         value = getattr(hyper, name)
-        require(value is None or value <= _FLOAT32.max, name, value, "finite in float32")
+        require(value is None or value <= _HUGE, name, value, "finite in float32")
 
 
 def validated(config: Config) -> Config:
