@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +18,8 @@ Row = dict[str, Any]
 class Tracker(Protocol):
     """Takes what the tables take."""
 
-    def write(self, run: int, kind: str, row: Row) -> None:
-        """A row of a run: of metrics.csv, where kind is "", or of evaluation.csv."""
+    def write(self, kind: str, rows: list[Row]) -> None:
+        """Rows of runs: of metrics.csv, where kind is "", or of evaluation.csv."""
         ...
 
     def video(self, run: int, env_steps: int, path: Path) -> None:
@@ -37,42 +39,53 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: Path, runs: list[Run], settings: Row, done: dict[int, int]) -> None:
-        from tensorboardX.event_file_writer import EventsWriter  # its others write in a thread,
-        from tensorboardX.proto import event_pb2, summary_pb2  # and hang where that has died
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._pb: Any = event_pb2
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
-        self._writers = {}
+        self._record_writer, self._paths = RecordWriter, {}
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
         for run in runs:
             directory = run_dir / "tensorboard" / f"run{run.number}"
             directory.mkdir(parents=True, exist_ok=True)
             steps = done.get(run.number, 0)
             # Names must differ, and their order is read.
-            writer = EventsWriter(str(directory / "events"), f".{steps:012d}")
+            self._paths[run.number] = directory / f"{name}.{steps:012d}"
+            events = [self._pb.Event(wall_time=time.time(), file_version="brain.Event:2")]
             if run.number in done:
                 log = self._pb.SessionLog(status=self._pb.SessionLog.START)
-                writer.write_event(self._pb.Event(step=steps + 1, session_log=log))
-            self._writers[run.number] = writer
+                events.append(self._pb.Event(step=steps + 1, session_log=log))
+            self._append(run.number, events)
         del settings
 
-    def _add(self, run: int, env_steps: int, values: list[Any]) -> None:
-        summary = self._summary(value=values)
-        event = self._pb.Event(wall_time=time.time(), step=env_steps, summary=summary)
-        self._writers[run].write_event(event)
-        self._writers[run].flush()
+    def _append(self, run: int, events: list[Any]) -> None:
+        """To a file that is open for no longer: a sweep may have more runs than a process may have files."""
+        with self._paths[run].open("ab") as file:
+            writer = self._record_writer(file)
+            for event in events:
+                writer.write(event.SerializeToString())
 
-    def write(self, run: int, kind: str, row: Row) -> None:
-        numbers = _numbers(row)
-        values = [self._summary.Value(tag=kind + n, simple_value=x) for n, x in numbers.items()]
-        self._add(run, row["env_steps"], values)
+    def _event(self, env_steps: int, values: list[Any]) -> Any:
+        summary = self._summary(value=values)
+        return self._pb.Event(wall_time=time.time(), step=env_steps, summary=summary)
+
+    def write(self, kind: str, rows: list[Row]) -> None:
+        events = defaultdict(list)
+        for row in rows:
+            numbers = _numbers(row).items()
+            values = [self._summary.Value(tag=kind + n, simple_value=x) for n, x in numbers]
+            events[row["run"]].append(self._event(row["env_steps"], values))
+        for run, own in events.items():
+            self._append(run, own)
 
     def video(self, run: int, env_steps: int, path: Path) -> None:
         image = self._summary.Image(encoded_image_string=path.read_bytes(), colorspace=3)
-        self._add(run, env_steps, [self._summary.Value(tag="video", image=image)])
+        value = self._summary.Value(tag="video", image=image)
+        self._append(run, [self._event(env_steps, [value])])
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
+        pass  # nothing is open
 
 
 class WeightsAndBiases:
@@ -102,9 +115,10 @@ class WeightsAndBiases:
             self._runs[run.number].define_metric("*", step_metric="env_steps")
         del done
 
-    def write(self, run: int, kind: str, row: Row) -> None:
-        numbers = {kind + name: value for name, value in _numbers(row).items()}
-        self._runs[run].log(numbers | {"env_steps": row["env_steps"]})
+    def write(self, kind: str, rows: list[Row]) -> None:
+        for row in rows:
+            numbers = {kind + name: value for name, value in _numbers(row).items()}
+            self._runs[row["run"]].log(numbers | {"env_steps": row["env_steps"]})
 
     def video(self, run: int, env_steps: int, path: Path) -> None:
         film = self._wandb.Video(str(path), format="gif")
@@ -165,12 +179,7 @@ class Trackers:
 
     def write(self, kind: str, rows: list[Row]) -> None:
         """Rows of `metrics.csv`, where kind is "", or of `evaluation.csv`."""
-
-        def write(tracker: Tracker) -> None:
-            for row in rows:
-                tracker.write(row["run"], kind, row)
-
-        self._each(write)
+        self._each(lambda tracker: tracker.write(kind, rows))
 
     def video(self, run: int, env_steps: int, path: Path) -> None:
         """A film of a run."""

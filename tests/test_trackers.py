@@ -1,7 +1,10 @@
 """TensorBoard and Weights & Biases have what the tables have, and never stop a training."""
 
 import csv
+import dataclasses
 import json
+import os
+import resource
 import struct
 import sys
 
@@ -65,6 +68,21 @@ def test_tensorboard_shows_nothing_twice_where_a_training_begins_anew(tmp_path):
         tracked.write("", rows_of(0, steps, loss=1.0 + len(steps)))
         tracked.close()
     assert scalars(tmp_path / "tensorboard" / "run0", "loss") == [(8, 4), (16, 4), (24, 4)]
+
+
+def test_tensorboard_takes_more_runs_than_a_process_may_have_files(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    runs, said = [dataclasses.replace(RUNS[0], number=i) for i in range(100)], []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 50, limits[1]))
+    try:
+        tracked = Trackers(("tensorboard",), tmp_path, runs, {}, {}, said.append)
+        for steps in (8, 16):
+            tracked.write("", [row for run in runs for row in rows_of(run.number, [steps], loss=1)])
+        tracked.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert said == []
+    assert scalars(tmp_path / "tensorboard" / "run99", "loss") == [(8, 1), (16, 1)]
 
 
 def test_tensorboard_has_the_films(tmp_path):
@@ -137,12 +155,12 @@ def test_weights_and_biases_has_what_the_tables_have(tmp_path, monkeypatch):
 
 
 class Broken:
-    """Fails at the second row."""
+    """Fails at the second rows."""
 
     def __init__(self, *_):
         self.rows = 0
 
-    def write(self, run, kind, row):
+    def write(self, kind, rows):
         self.rows += 1
         if self.rows > 1:
             raise OSError(28, "No space left on device")
