@@ -138,9 +138,12 @@ def evaluate_command(arguments: list[str]) -> int:
         for policy in policies:
             played.append((policy, play(policy, given.episodes, given.seed, given.sampled)))
             if interrupt.check():
-                return 128 + interrupt.signal
-    Display().played(played, left_out)
-    return 0
+                break
+    display = Display()
+    display.played(played, left_out)
+    if len(played) < len(policies):
+        display.say(f"stopped: {len(policies) - len(played)} runs were not played")
+    return 128 + interrupt.signal if interrupt.signal else 0
 
 
 @guarded
@@ -241,8 +244,17 @@ def report_command(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, help=help_)
     given = parser.parse_args(arguments)
     compared = given.output or (Path("comparison.png") if len(given.run_dir) > 1 else None)
+    reports, problems = [], []
+    for run_dir in given.run_dir:
+        try:
+            reports.append(report.read_report(run_dir))
+        except ValueError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{error.filename}: {error.strerror}")
+    if not reports:
+        raise ConfigError("; ".join(problems))
     try:
-        reports = [report.read_report(run_dir) for run_dir in given.run_dir]
         ranked = report.compare(reports, compared) if compared else reports[0].ranked
     except (ValueError, OSError) as error:  # of a plot's format, too
         raise ConfigError(str(error)) from None
@@ -253,12 +265,13 @@ def report_command(arguments: list[str]) -> int:
             drawn.append(str(each.path))
         except OSError as error:  # somebody else's directory
             display.say(f"not drawn again: {error}")
-    display.ranking(
-        [(result.name or str(given.run_dir[0]), result.outcome.statistics()) for result in ranked]
-    )
+    statistics = [(r.name or str(reports[0].path), r.outcome.statistics()) for r in ranked]
+    display.ranking(statistics, most=len(statistics))
     drawn += [str(compared)] * (compared is not None)
     display.say(f"drawn in {', '.join(drawn)}" if drawn else "nothing was drawn")
-    return 0
+    for problem in problems:
+        print(f"purejaxppo: error: left out: {problem}", file=sys.stderr)
+    return 2 if problems else 0
 
 
 @guarded

@@ -154,6 +154,10 @@ class Display:
             cells = [f"{mean:.2f}", f"{std:.2f}"] if np.isfinite(mean) else [why_none, ""]
             table.add_row(str(run.seed), *cells)
         self._print(table, len(runs))
+        self._over_seeds(means)
+
+    def _over_seeds(self, means: list[float]) -> None:
+        """Of the runs of a setting together, those that have a return."""
         finite = np.array([mean for mean in means if np.isfinite(mean)])
         if len(finite) > 1:
             low, high = bootstrap_interval(finite)
@@ -174,31 +178,34 @@ class Display:
         table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         for column in ("", "return", "std", "95% interval", "range", "length"):
             table.add_column(column, justify="right", overflow="fold")
-        unfinished = 0
+        unfinished, means = 0, []
         for policy, played in episodes:
             score, length = (np.asarray(x)[played.ended] for x in (played.score, played.length))
             unfinished += int((~played.ended).sum())
             cells = ["no episode ended"] + [""] * 4
             if len(score):
+                means.append(float(score.mean()))
                 cells = [f"{x:.2f}" for x in (score.mean(), score.std())]
                 cells += [_cell(*bootstrap_interval(score)), f"{score.min():g} ... {score.max():g}"]
                 cells += [f"{length.mean():.1f}, {length.min()} ... {length.max()}"]
             table.add_row(escape(policy.run.name), *cells)
         self._console.print(table)
+        if len({describe(policy.run.setting.swept) for policy, _ in episodes}) == 1:
+            self._over_seeds(means)
         if left_out:
             self._console.print(f"{left_out} runs diverged or have not begun")
         if unfinished:
             self._console.print(_given_up(unfinished))
 
-    def ranking(self, settings: list[tuple[str, dict[str, Any]]]) -> None:
-        """Names and statistics of settings, the best first."""
+    def ranking(self, settings: list[tuple[str, dict[str, Any]]], most: int = _SHOWN) -> None:
+        """Names and statistics of settings, the best first, at most so many."""
         seeds = span(len(setting["runs"]) for _, setting in settings)
         plural, plurals = "s"[: len(settings) > 1], "s"[: seeds != "1"]
         table = Table(title=f"{len(settings)} setting{plural} x {seeds} seed{plurals}")
         table.add_column("", overflow="fold")
         for column in ("IQM", "95% interval", "mean", "area", "diverged"):
             table.add_column(column, justify="right", no_wrap=True)
-        for name, setting in settings[:_SHOWN]:
+        for name, setting in settings[:most]:
             table.add_row(
                 escape(name),
                 _cell(setting["iqm"]),
@@ -211,7 +218,7 @@ class Display:
 
     def _print(self, table: Table, rows: int) -> None:
         """A table, with a last row of dots where it does not show all."""
-        if rows > _SHOWN:
+        if rows > len(table.rows):
             table.add_row(*["..."] * len(table.columns))
         self._console.print(table)
 

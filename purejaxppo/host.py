@@ -25,6 +25,8 @@ from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 from purejaxppo.trackers import Trackers
 from purejaxppo.values import ConfigError
 
+_MANY = 8  # programs, before whose layout, nearly a second each, something is said
+
 
 def train(settings: Settings) -> int:
     """Trains all runs of valid settings, shows it, and fills the run directory.
@@ -57,6 +59,8 @@ def _train(settings: Settings) -> int:
     processes.check_same(rundir.common_options(settings))
     memory = machine.memory_for_arrays(settings.run.memory_limit)
     display = Display(quiet=not processes.is_main())
+    if len(groups) > _MANY:
+        display.say(f"first, {len(groups)} programs are laid out")
     with contextlib.ExitStack() as held:
         found = _checkpoints(settings, groups, held)
         trainings: list[Training] = []

@@ -243,13 +243,15 @@ class MetricsTable:
         self.rows += count
         columns = {name: array.tolist() for name, array in means.items()}  # [count][R]
         places = list(map(_place, self._runs))
-        rows = []
         for i in range(count):
             iteration = first + (i + 1) * interval
             when = {"iteration": iteration, "env_steps": iteration * self._steps_per_iteration}
-            for j, place in enumerate(places):
-                rows.append(place | when | {name: x[i][j] for name, x in columns.items()})
-        self._table.write(rows)
+            self._table.write(
+                [
+                    place | when | {name: x[i][j] for name, x in columns.items()}
+                    for j, place in enumerate(places)
+                ]
+            )
 
 
 def _place(run: Run) -> dict[str, Any]:

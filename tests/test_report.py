@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from purejaxppo import cli
+from purejaxppo import cli, plots
 from purejaxppo.config import RunOptions, Settings
 from purejaxppo.display import Display
 from purejaxppo.loggers import Tables, swept_columns
+from purejaxppo.plots import draw_curves
 from purejaxppo.report import (
+    Curve,
+    Result,
     compare,
-    draw_curves,
     make_curve,
     points_of,
     read_report,
@@ -54,11 +56,13 @@ def test_curve_leaves_out_steps_where_a_run_has_no_number():
 def test_a_run_is_measured_at_its_own_last_episode(run_dirs, tmp_path):
     """Where there is no evaluation, and episodes do not end in every interval."""
     shutil.copytree(run_dirs / "b", tmp_path / "b")
-    columns = "run,env_steps,policy_loss,value_loss,grad_norm,episode_return\n"
+    columns = "run,env_steps,policy_loss,value_loss,grad_norm,invalid_steps,episode_return\n"
     points = [(0, 100, 5), (1, 100, ""), (0, 200, ""), (1, 200, 7), (0, 300, 9), (1, 300, "")]
-    rows = "".join(f"{run},{steps},1,1,1,{value}\n" for run, steps, value in points)
+    rows = "".join(f"{run},{steps},1,1,1,0,{value}\n" for run, steps, value in points)
     (tmp_path / "b" / "metrics.csv").write_text(columns + rows)
-    (tmp_path / "b" / "evaluation.csv").write_text("run,env_steps,return_mean\n")
+    (tmp_path / "b" / "evaluation.csv").write_text(
+        "run,env_steps,return_mean,return_std,episodes\n"
+    )
     (result,) = read_report(tmp_path / "b").results
     np.testing.assert_array_equal(result.outcome.final, [9, 7])
     np.testing.assert_array_equal(result.outcome.area, [7, 7])
@@ -141,7 +145,9 @@ def test_episodes_that_were_given_up_are_told(run_dirs, tmp_path, capsys):
 def test_a_setting_without_an_evaluation_is_not_ranked_by_its_training(run_dirs, tmp_path):
     """Where others have one: sampled actions are not the most likely ones."""
     shutil.copytree(run_dirs / "a", tmp_path / "a")
-    (tmp_path / "a" / "evaluation.csv").write_text("run,env_steps,return_mean\n2,200,1\n")
+    (tmp_path / "a" / "evaluation.csv").write_text(
+        "run,env_steps,return_mean,return_std,episodes\n2,200,1,0,1\n"
+    )
     first, second = (result.outcome for result in read_report(tmp_path / "a").results)
     assert np.isnan(first.final).all()
     np.testing.assert_array_equal(second.final, [1, -np.inf])
@@ -213,13 +219,15 @@ def test_report_command_of_what_is_no_run_directory(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("metrics.csv", "", "not a table with a column episode_return"),
+        ("metrics.csv", "", "not a table with a column run"),
         (
             "metrics.csv",
-            "run,env_steps,episode_return\n0,9,1\nzz,9,1\n",
+            "run,env_steps,episode_return,invalid_steps,policy_loss,value_loss,grad_norm\n"
+            "0,9,1,0,1,1,1\nzz,9,1,0,1,1,1\n",
             "metrics.csv, line 3: invalid literal for int() with base 10: 'zz'",
         ),
         ("config.yaml", "gamma: [", "not YAML"),
+        ("config.yaml", "", "metrics.csv: has a run 1; config.yaml says 1 in all"),
         ("config.yaml", "sweep: [gamma]", "write name=value"),
     ],
 )
@@ -230,6 +238,59 @@ def test_report_command_of_damaged_files(run_dirs, tmp_path, capsys, file, text,
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+def test_report_command_leaves_out_what_cannot_be_read(run_dirs, tmp_path, capsys):
+    (tmp_path / "c").mkdir()
+    shutil.copy(run_dirs / "b" / "config.yaml", tmp_path / "c")
+    paths = [str(tmp_path / "c"), str(run_dirs / "b")]
+    assert cli.report_command([*paths, "--output", str(tmp_path / "c.png")]) == 2
+    told = f"left out: {tmp_path / 'c' / 'metrics.csv'}: No such file or directory"
+    shown = capsys.readouterr()
+    assert shown.err == f"purejaxppo: error: {told}\n"
+    assert f"drawn in {run_dirs / 'b'}, {tmp_path / 'c.png'}" in shown.out
+
+
+def test_report_command_shows_all_settings(run_dirs, tmp_path, capsys):
+    paths = [shutil.copytree(run_dirs / "b", tmp_path / f"run{i}") for i in range(12)]
+    assert cli.report_command([*map(str, paths), "--output", str(tmp_path / "c.png")]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" run{i} " in shown for i in range(12))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1e-4, 3e-4, 1e-3], True),
+        ([0.01, 0.1], True),
+        ([0.9, 0.99], False),
+        ([0.0, 1e-3, 1.0], False),
+        ([0.001, 0.02, 0.04, 0.06, 0.08, 0.1], False),
+    ],
+)
+def test_axes_are_logarithmic_where_values_are(values, expected):
+    assert plots._suits_log(np.array(values)) == expected
+
+
+def test_sweeps_of_many_values(tmp_path, monkeypatch):
+    """One seed a setting: no interval, and only so many names that they can be read."""
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: shown.append(self))
+    sweep = ("torso_layers=" + ",".join(map(str, range(1, 51))), "gamma=0.9,0.99")
+    settings = Settings(RunOptions(sweep=sweep))
+    runs = make_runs(make_settings_of(settings), settings.run)
+    empty = Curve(np.zeros(0), np.zeros((0, 1)))
+    results = []
+    for run in runs:
+        final = np.array([float(run.number)])
+        outcome = Outcome(run.setting.swept, [run.number], [0], 1, final < 1, final, final)
+        results.append(Result("", run.setting, empty, empty, outcome))
+    plots.draw_sweep(tmp_path / "s.png", "", results)
+    layers, gamma, grid = shown[0].axes[:3]
+    assert len(layers.get_xticks()) == len(grid.get_yticks()) == 17
+    assert layers.get_xticklabels()[1].get_text() == "4"
+    squares = [line for line in gamma.lines if line.get_marker() == "s"]
+    assert [float(line.get_ydata()[0]) for line in squares] == [49.0, 50.0]
 
 
 def test_directories_of_one_name_are_told_apart(run_dirs, tmp_path):

@@ -25,6 +25,7 @@ import purejaxppo
 from purejaxppo import checkpoint, cli, host, machine, render, rundir
 from purejaxppo.display import Display
 from purejaxppo.policy import play
+from purejaxppo.types import Episode
 from purejaxppo.values import ConfigError
 
 pytestmark = ORBAX
@@ -99,15 +100,19 @@ def shown(capsys, *arguments):
 
 
 def test_evaluate_stops_after_the_policy_that_plays(swept, capsys, monkeypatch):
-    played = []
+    """And shows what it reached."""
 
-    def interrupted(policy, *_):
-        played.append(policy)
+    def interrupted(*_):
         signal.raise_signal(signal.SIGINT)
+        return Episode(np.array([True]), np.array([9.0]), np.array([3]))
 
     monkeypatch.setattr(cli, "play", interrupted)
     assert cli.evaluate_command([str(swept)]) == 130
-    assert (len(played), capsys.readouterr().out) == (1, "")
+    table, stopped = capsys.readouterr().out.split("stopped: ")
+    assert "learning_rate=0.001" in table
+    assert "9.00" in table
+    assert "learning_rate=0.01" not in table
+    assert stopped == "3 runs were not played\n"
 
 
 def test_evaluate(swept, capsys, monkeypatch):
