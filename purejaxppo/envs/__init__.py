@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import eval_context
 
 from purejaxppo.config import Config, Settings, read_settings
 from purejaxppo.envs import custom
@@ -199,7 +199,7 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     suite = name.partition("/")[0]
     if entry is None and suite in _OPEN_SUITES:
         entry = f"purejaxppo.envs.{suite}"
-    with jax.core.eval_context():  # what is computed here is known, within `jit` too
+    with eval_context():  # what is computed here is known, within `jit` too
         if isinstance(entry, str):
             env = importlib.import_module(entry).make(name, arguments)
             check_described(name, env)
