@@ -123,7 +123,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         known = {p for p in inspect.signature(factory).parameters if p != "kwargs"}
         known |= {"backend", "episode_length", "action_repeat", "n_frames", "debug"}
         check_arguments(name, env_args, known)
-        with explained(name):
+        with explained(name, env_args):
             env = BraxEnvironment(factory(**arguments), **wrapping)
             if arguments.keys() - {"backend"}:
                 check_environment(name, env)

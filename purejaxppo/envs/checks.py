@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +38,8 @@ def check_environment(name: str, env: Environment) -> None:
 
 
 @contextlib.contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Has ConfigError say in one line why the arguments of an environment cannot be used."""
+def explained(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Has ConfigError say in one line why an environment cannot be made with these arguments."""
     try:
         yield
     except ConfigError:
@@ -47,6 +47,8 @@ def explained(name: str) -> Iterator[None]:
     except (
         ValueError, TypeError, AssertionError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
     ) as error:  # fmt: skip
+        if not arguments:  # it is something else
+            raise
         reason = (str(error) or f"refused by {type(error).__name__}").splitlines()[0]
         raise ConfigError(f"--env-args of {name}: {reason}") from None
 

@@ -104,11 +104,10 @@ def make(name: str, env_args: dict[str, Any]) -> GymnaxEnvironment:
         ConfigError: an argument that neither knows, or data that cannot be downloaded.
     """
     factory = _import_gymnax().registration._registry[name]
-    if not env_args:
-        return build(name, factory, env_args)
-    with explained(name):
+    with explained(name, env_args):
         env = build(name, factory, env_args)
-        check_environment(name, env)
+        if env_args:
+            check_environment(name, env)
         return env
 
 
@@ -116,7 +115,7 @@ def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironmen
     """An environment of Gymnax's style from its class; see `make`."""
     accepted = set(inspect.signature(factory).parameters)
     try:
-        with explained(name):
+        with explained(name, env_args):
             env = factory(**{k: v for k, v in env_args.items() if k in accepted})
     except (URLError, ConnectionError) as error:
         raise ConfigError(f"{name} downloads its data, and that failed: {error}") from None

@@ -68,7 +68,7 @@ def make(name: str, env_args: dict[str, Any]) -> OctaxEnvironment:
     check_arguments(name, env_args, _ARGUMENTS)
     game = name.removeprefix("octax/")
     check_positive(env_args)
-    with explained(name):
+    with explained(name, env_args):
         with _quietly():
             env, _ = create_environment(game, render_mode="rgb_array", **env_args)
         made = OctaxEnvironment(env)

@@ -38,7 +38,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         wrapping = {k: env_args.get(k, config[k]) for k in ("episode_length", "action_repeat")}
         check_positive(wrapping)
         try:
-            with explained(name):
+            with explained(name, env_args):
                 env = registry.load(short, config_overrides={"impl": "jax"} | env_args)
         except (subprocess.CalledProcessError, OSError) as error:
             raise ConfigError(f"{name} downloads its assets, and that failed: {error}") from None
