@@ -77,7 +77,7 @@ class Program:
         self.external_bytes = 0
         if self.external:
             environments = self.config.num_envs + options.eval_episodes
-            self.external_bytes = len(runs) * environments * envs.EXTERNAL_BYTES
+            self.external_bytes = len(runs) * environments * getattr(self.env, "host_bytes", 0)
             _check_external(self.config, options, len(runs), self.external_bytes, memory)
             self._lay_out(Plan(len(runs), 1, len(runs)))
         else:

@@ -326,6 +326,12 @@ def test_arguments_lie_over_those_of_the_configuration():
 
 
 @needs_envpool
+@pytest.mark.parametrize(("task", "mib"), [("Pong-v5", 2), ("MetaWorld/FaucetOpen-v3", 22)])
+def test_the_memory_of_an_environment_is_that_of_its_suite(task, mib):
+    assert envs.make(f"envpool/{task}").host_bytes == mib * 2**20
+
+
+@needs_envpool
 def test_programs_of_a_sweep_share_the_memory(tmp_path, capsys, monkeypatch):
     """Each has its pool from the start: one of these fits, and not both."""
     monkeypatch.setattr(machine, "_available_bytes", lambda: 3 * 2**30)

@@ -115,9 +115,6 @@ _OCTAX = [
     *(f"target_shooter{level}" for level in (1, 2, 3)),
 ]
 
-# Host memory that an environment outside of the program takes: what the hungriest, Atari's, do.
-EXTERNAL_BYTES = 2 * 2**20
-
 # Suites that know more names than are listed here.
 _OPEN_SUITES = ("playground", "envpool")
 
