@@ -250,7 +250,7 @@ def test_a_users_own_axis_is_not_that_of_the_devices():
     chex.assert_trees_all_equal(*(state.params for state in states))
 
 
-@pytest.mark.parametrize("env", ["Pendulum-v1", "FourRooms-misc", "brax/inverted_pendulum"])
+@pytest.mark.parametrize("env", ["Pendulum-v1", "FourRooms-misc"])
 def test_made_within_jit(env):
     """Whatever an environment computes of itself is known while it is traced."""
     config = dataclasses.replace(CONFIG, env=env)
