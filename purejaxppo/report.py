@@ -129,7 +129,7 @@ def _read_training(path: Path, num_runs: int, diverged: list[int] | None) -> _Tr
         if not 0 <= run < num_runs:
             raise ConfigError(f"{path}: has a run {run}; config.yaml says {num_runs} in all")
         returns.setdefault(run, {})[steps] = values[0]
-        invalid_steps[run] += values[1]
+        invalid_steps[run] += values[1] if math.isfinite(values[1]) else 0  # the last cell, cut off
         if not all(map(math.isfinite, values[2:])):
             suspected.add(run)
     bad = suspected if diverged is None else set(diverged)

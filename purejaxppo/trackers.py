@@ -71,6 +71,7 @@ class TensorBoard:
         return self._pb.Event(wall_time=time.time(), step=env_steps, summary=summary)
 
     def write(self, kind: str, rows: list[Row]) -> None:
+        """Appends an event a row; see `Tracker`."""
         events = defaultdict(list)
         for row in rows:
             numbers = _numbers(row).items()

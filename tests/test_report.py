@@ -83,6 +83,16 @@ def test_a_training_that_was_killed_has_a_report_too(run_dirs, tmp_path):
     assert diverged == [[False, True], [False, True]]
 
 
+def test_a_row_without_its_last_cell_ends_no_report(run_dirs, tmp_path):
+    """As while a training writes it."""
+    shutil.copytree(run_dirs / "b", tmp_path / "b")
+    path = tmp_path / "b" / "metrics.csv"
+    text = path.read_text().rstrip()
+    assert text.splitlines()[0].endswith(",invalid_steps")
+    path.write_text(text[: text.rindex(",") + 1])
+    assert read_report(tmp_path / "b").invalid_steps == [0, 0]
+
+
 @pytest.fixture(scope="module")
 def run_dirs(tmp_path_factory):
     """Two run directories of one environment: two settings in the first, one of them diverged."""

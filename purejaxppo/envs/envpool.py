@@ -34,9 +34,10 @@ _OURS = {
     "num_envs", "batch_size", "num_threads", "max_num_players", "thread_affinity_offset",
     "base_path", "seed", "env_seed", "task", "gym_reset_return_info",
 }  # fmt: skip
-# MiB of host memory that an environment takes, the median of five of a suite; of others at most 2.
+# MiB of host memory that an environment takes, the median of five of a suite; of the others measured at most 2.
 _MIB = {
-    "gfootball": 63, "mujoco.metaworld": 22, "mujoco.myosuite": 65, "mujoco.playground": 76, "vizdoom": 3,
+    "gfootball": 63, "mujoco.dmc": 17, "mujoco.metaworld": 22, "mujoco.myosuite": 65, "mujoco.playground": 76,
+    "mujoco.robotics": 24, "vizdoom": 3,
 }  # fmt: skip
 _LIVES = 16  # more than a game has: a step each that only goes on after a life
 
