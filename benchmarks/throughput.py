@@ -201,8 +201,9 @@ def table(results: list[dict[str, Any]]) -> str:
         "# Throughput",
         "",
         f"Made by `python -m benchmarks.throughput`: {first['device']}, {platform.machine()}, jax "
-        f"{first['versions']['jax']}; one run with the shipped settings. Medians, and the spread "
-        "(largest less smallest) of an iteration in per cent.",
+        f"{first['versions']['jax']}; one run with the shipped settings but for N "
+        "environments and T steps. Medians, and the spread (largest less smallest) of an iteration "
+        "in per cent.",
         "",
         "| environment | cores | N x T | steps/s | trace, compile | first iteration | iteration "
         "| spread | draw, rollout, advantages, update | peak memory |",

@@ -240,7 +240,7 @@ def report_command(arguments: list[str]) -> int:
     """Draws the plots of run directories again, from their tables, and compares several."""
     parser = argparse.ArgumentParser(prog="purejaxppo report", description=report_command.__doc__)
     parser.add_argument("run_dir", nargs="+", type=Path, help="may be one that is still training")
-    help_ = "plot of all of them together (comparison.png, where there are several)"
+    help_ = "plot of all of them, a panel for each environment (comparison.png, where there are several)"
     parser.add_argument("--output", type=Path, help=help_)
     given = parser.parse_args(arguments)
     compared = given.output or (Path("comparison.png") if len(given.run_dir) > 1 else None)
@@ -255,7 +255,10 @@ def report_command(arguments: list[str]) -> int:
     if not reports:
         raise ConfigError("; ".join(problems))
     try:
-        ranked = report.compare(reports, compared) if compared else reports[0].ranked
+        if compared:
+            ranked = report.compare(reports, compared)
+        else:
+            ranked = {reports[0].settings.config.env: reports[0].ranked}
     except (ValueError, OSError) as error:  # of a plot's format, too
         raise ConfigError(str(error)) from None
     display, drawn = Display(), []
@@ -265,8 +268,9 @@ def report_command(arguments: list[str]) -> int:
             drawn.append(str(each.path))
         except OSError as error:  # somebody else's directory
             display.say(f"not drawn again: {error}")
-    statistics = [(r.name or str(reports[0].path), r.outcome.statistics()) for r in ranked]
-    display.ranking(statistics, most=len(statistics))
+    for env, results in ranked.items():
+        statistics = [(r.name or str(reports[0].path), r.outcome.statistics()) for r in results]
+        display.ranking(statistics, env, most=len(statistics))
     drawn += [str(compared)] * (compared is not None)
     display.say(f"drawn in {', '.join(drawn)}" if drawn else "nothing was drawn")
     for problem in problems:

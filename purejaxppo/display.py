@@ -197,11 +197,14 @@ class Display:
         if unfinished:
             self._console.print(_given_up(unfinished))
 
-    def ranking(self, settings: list[tuple[str, dict[str, Any]]], most: int = _SHOWN) -> None:
-        """Names and statistics of settings, the best first, at most so many."""
+    def ranking(
+        self, settings: list[tuple[str, dict[str, Any]]], env: str = "", most: int = _SHOWN
+    ) -> None:
+        """Names and statistics of an environment's settings, the best first, at most so many."""
         seeds = span(len(setting["runs"]) for _, setting in settings)
         plural, plurals = "s"[: len(settings) > 1], "s"[: seeds != "1"]
-        table = Table(title=f"{len(settings)} setting{plural} x {seeds} seed{plurals}")
+        title = f"{len(settings)} setting{plural} x {seeds} seed{plurals}"
+        table = Table(title=f"{env}: {title}" if env else title)
         table.add_column("", overflow="fold")
         for column in ("IQM", "95% interval", "mean", "area", "diverged"):
             table.add_column(column, justify="right", no_wrap=True)

@@ -15,20 +15,35 @@ if TYPE_CHECKING:
     from purejaxppo.report import Curve, Result
 
 _LABELLED = 8  # curves with a colour and a name of their own, the best ones
+_COLUMNS = 3  # of panels
 _POINTS = 200  # of a curve as it is drawn; each has an interval to compute
 _TICKS = 20  # values of an option that are named along an axis
 _LEVEL = 6  # beyond which their names stand upright
 
 
-def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
+def draw_curves(path: Path, panels: dict[str, list[Result]]) -> None:
     """Return against environment steps: the interquartile mean over runs and its 95% interval.
 
     A setting alone has the curve of its training episodes too; of many, the best have colours.
+
+    Args:
+        panels: the settings of each, the best first, by its title.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.add_axes((0.12, 0.12, 0.84, 0.8))
+    columns = min(len(panels), _COLUMNS)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(7 * columns, 4.5 * rows))
+    for number, (title, ranked) in enumerate(panels.items()):
+        row, column = divmod(number, columns)
+        left, bottom = (column + 0.12) / columns, (rows - 1 - row + 0.12) / rows
+        axes = figure.add_axes((left, bottom, 0.84 / columns, 0.8 / rows))
+        axes.set_title(title, y=1.0)  # or all ticks are measured to find a place for it
+        _draw_panel(axes, ranked)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axes: Any, ranked: list[Result]) -> None:
     if len(ranked) == 1:
         (only,) = ranked
         _draw_curve(axes, only.training, len(only.outcome.runs), "training episodes", "-")
@@ -44,11 +59,9 @@ def draw_curves(path: Path, title: str, ranked: list[Result]) -> None:
     runs = {len(result.outcome.runs) for result in ranked}
     of = f", IQM of {span(runs)} runs with 95% interval" if max(runs) > 1 else ""
     axes.set(xlabel="environment steps", ylabel=f"episode return{of}")
-    axes.set_title(title, y=1.0)  # or all ticks are measured to find a place for it
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
 
 
 def _draw_curve(axes: Any, curve: Curve, of: int, label: str, style: str) -> None:

@@ -264,26 +264,22 @@ def _last_evaluation(report: Report) -> dict[str, Any]:
     }
 
 
-def compare(reports: list[Report], path: Path) -> list[Result]:
-    """Draws the learning curves of several run directories together; returns them ranked.
+def compare(reports: list[Report], path: Path) -> dict[str, list[Result]]:
+    """Draws the learning curves of several run directories, those of an environment together.
 
-    Raises:
-        ConfigError: they did not train the same environment.
+    Returns:
+        Of each environment its settings, ranked.
     """
-    names = sorted({report.settings.config.env for report in reports})
-    if len(names) > 1:
-        raise ConfigError(
-            f"returns of different environments cannot be compared: {', '.join(names)}"
-        )
     short = len({report.path.name for report in reports}) == len(reports)
-    results = [
-        dataclasses.replace(result, name=", ".join(filter(None, [where, result.name])))
-        for report in reports
-        for where in [report.path.name if short else str(report.path)]
-        for result in report.results
-    ]
-    ranked = rank(results)
-    draw_curves(path, f"{names[0]}, PPO", ranked)
+    found: dict[str, list[Result]] = {}
+    for report in reports:
+        where = report.path.name if short else str(report.path)
+        found.setdefault(report.settings.config.env, []).extend(
+            dataclasses.replace(result, name=", ".join(filter(None, [where, result.name])))
+            for result in report.results
+        )
+    ranked = {env: rank(results) for env, results in found.items()}
+    draw_curves(path, {f"{env}, PPO": results for env, results in ranked.items()})
     return ranked
 
 
@@ -335,6 +331,6 @@ def _plain(value: Any) -> Any:
 def draw(report: Report) -> None:
     """`learning_curve.png`, and `sweep.png` where something was swept."""
     title = f"{report.settings.config.env}, PPO"
-    draw_curves(report.path / "learning_curve.png", title, report.ranked)
+    draw_curves(report.path / "learning_curve.png", {title: report.ranked})
     if report.settings.run.sweep:
         draw_sweep(report.path / "sweep.png", title, report.results)

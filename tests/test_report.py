@@ -27,7 +27,6 @@ from purejaxppo.report import (
 )
 from purejaxppo.sweep import Outcome, make_runs, make_settings_of
 from purejaxppo.types import Metrics
-from purejaxppo.values import ConfigError
 
 
 def test_summary_has_no_numbers_json_does_not_know(tmp_path):
@@ -166,9 +165,9 @@ def test_a_setting_without_an_evaluation_is_not_ranked_by_its_training(run_dirs,
 def test_curves_say_how_many_runs_are_missing(run_dirs, tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: shown.append(self))
-    draw_curves(tmp_path / "c.png", "", read_report(run_dirs / "a").ranked)
+    draw_curves(tmp_path / "c.png", {"": read_report(run_dirs / "a").ranked})
     alone = read_report(run_dirs / "b", diverged=[0, 1]).results
-    draw_curves(tmp_path / "c.png", "", alone)
+    draw_curves(tmp_path / "c.png", {"": alone})
     labels = [figure.axes[0].get_legend_handles_labels()[1] for figure in shown]
     assert labels == [
         ["gamma=0.9", "gamma=0.99 (1 of 2 runs)"],
@@ -180,7 +179,7 @@ def test_curves_say_how_many_runs_are_missing(run_dirs, tmp_path, monkeypatch):
 def test_the_many_without_a_name_may_have_no_curve(run_dirs, tmp_path):
     good, half = read_report(run_dirs / "a").ranked
     (gone,) = read_report(run_dirs / "b", diverged=[0, 1]).results
-    draw_curves(tmp_path / "c.png", "", [good] * 8 + [half, gone])
+    draw_curves(tmp_path / "c.png", {"": [good] * 8 + [half, gone]})
     assert (tmp_path / "c.png").exists()
 
 
@@ -305,7 +304,8 @@ def test_sweeps_of_many_values(tmp_path, monkeypatch):
 
 def test_directories_of_one_name_are_told_apart(run_dirs, tmp_path):
     reports = [read_report(shutil.copytree(run_dirs / "b", tmp_path / x / "run")) for x in "ab"]
-    names = {result.name for result in compare(reports, tmp_path / "c.png")}
+    (results,) = compare(reports, tmp_path / "c.png").values()
+    names = {result.name for result in results}
     assert names == {str(tmp_path / x / "run") for x in "ab"}
 
 
@@ -334,10 +334,24 @@ def test_ranking_shows_whole_names_and_no_numbers_that_there_are_not(capsys, mon
     assert [cell.strip() for cell in cells[0][1:]] == ["7.5", "", "7.5", "", ""]
 
 
-def test_different_environments_are_not_compared(run_dirs, tmp_path):
-    reports = [read_report(run_dirs / name) for name in "ab"]
-    config = dataclasses.replace(reports[1].settings.config, env="Pendulum-v1")
-    other = dataclasses.replace(reports[1].settings, config=config)
-    reports[1] = dataclasses.replace(reports[1], settings=other)
-    with pytest.raises(ConfigError, match="CartPole-v1, Pendulum-v1"):
-        compare(reports, tmp_path / "c.png")
+def test_each_environment_has_a_panel_and_a_ranking(run_dirs, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: shown.append(self))
+    cartpole = [read_report(run_dirs / name) for name in "ab"]
+    reports = []
+    for env in ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "Catch-bsuite"):
+        for report in cartpole:
+            config = dataclasses.replace(report.settings.config, env=env)
+            settings = dataclasses.replace(report.settings, config=config)
+            path = report.path / env
+            reports.append(dataclasses.replace(report, path=path, settings=settings))
+    ranked = compare(reports, tmp_path / "c.png")
+    settings = {len(results) for results in ranked.values()}
+    assert settings == {sum(len(report.results) for report in cartpole)}
+    (figure,) = shown
+    assert [axes.get_title() for axes in figure.axes] == [f"{env}, PPO" for env in ranked]
+    boxes = [axes.get_position() for axes in figure.axes]
+    assert all(0 < box.x0 < box.x1 < 1 and 0 < box.y0 < box.y1 < 1 for box in boxes)
+    assert boxes[0].x1 < boxes[1].x0 < boxes[1].x1 < boxes[2].x0
+    assert boxes[3].y1 < boxes[0].y0
+    assert boxes[3].x0 == boxes[0].x0
