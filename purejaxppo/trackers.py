@@ -99,7 +99,10 @@ class WeightsAndBiases:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._wandb, self._runs = wandb, {}
-        account = wandb.login(prompt=False)
+        try:
+            account = wandb.login(prompt=False)
+        except TypeError:
+            raise ImportError(f"wandb {wandb.__version__} is older than 0.30") from None
         mode = os.environ.get("WANDB_MODE") or (None if account else "offline")
         for run in runs:
             swept = {f"sweep.{name}": value for name, value in run.setting.swept.items()}
@@ -165,7 +168,7 @@ class Trackers:
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             self._leave(name, f"{error}; pip install 'purejaxppo[{name}]'")
         except Exception as error:  # whatever it is, it is not worth a training
             self._leave(name, f"{type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,10 +182,15 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch)
     assert len(scalars(tmp_path / "tensorboard" / "run0", "loss")) == 3
 
 
-def test_one_that_is_not_installed_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+OLD = SimpleNamespace(login=lambda: False, __version__="0.29.0")
+
+
+@pytest.mark.parametrize(("module", "reason"), [(None, "wandb"), (OLD, "0.29.0 is older than")])
+def test_one_that_is_not_installed_or_too_old_is_said(tmp_path, monkeypatch, module, reason):
+    monkeypatch.setitem(sys.modules, "wandb", module)
     said = []
     tracked = begin(("wandb",), tmp_path, said)
     tracked.write("", rows_of(0, (8,), loss=1.0))
     (line,) = said
+    assert reason in line
     assert "pip install 'purejaxppo[wandb]'" in line
