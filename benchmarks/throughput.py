@@ -4,7 +4,7 @@
     python -m benchmarks.throughput --env brax/ant --num-envs 2048 --repeats 5
     taskset -c 0 python -m benchmarks.throughput --env CartPole-v1 --num-envs 64   # one core
 
-One run on one device, with the environment's shipped settings. The parts are compiled by themselves,
+One run on one device, with the environment's shipped settings but for what is given. The parts are compiled by themselves,
 so they need not add up to an iteration, in which XLA may overlap and fuse them. Nothing else should
 be running.
 """

@@ -24,26 +24,25 @@ _LEVEL = 6  # beyond which their names stand upright
 def draw_curves(path: Path, panels: dict[str, list[Result]]) -> None:
     """Return against environment steps: the interquartile mean over runs and its 95% interval.
 
-    A setting alone has the curve of its training episodes too; of many, the best have colours.
-
     Args:
-        panels: the settings of each, the best first, by its title.
+        panels: the settings of each environment, the best first.
     """
     from matplotlib.figure import Figure
 
     columns = min(len(panels), _COLUMNS)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(7 * columns, 4.5 * rows))
-    for number, (title, ranked) in enumerate(panels.items()):
+    for number, (env, ranked) in enumerate(panels.items()):
         row, column = divmod(number, columns)
         left, bottom = (column + 0.12) / columns, (rows - 1 - row + 0.12) / rows
         axes = figure.add_axes((left, bottom, 0.84 / columns, 0.8 / rows))
-        axes.set_title(title, y=1.0)  # or all ticks are measured to find a place for it
+        axes.set_title(f"{env}, PPO", y=1.0)  # or all ticks are measured to find a place for it
         _draw_panel(axes, ranked)
     figure.savefig(path, dpi=120)
 
 
 def _draw_panel(axes: Any, ranked: list[Result]) -> None:
+    """A setting alone has the curve of its training episodes too; of many, the best have colours."""
     if len(ranked) == 1:
         (only,) = ranked
         _draw_curve(axes, only.training, len(only.outcome.runs), "training episodes", "-")

@@ -279,7 +279,7 @@ def compare(reports: list[Report], path: Path) -> dict[str, list[Result]]:
             for result in report.results
         )
     ranked = {env: rank(results) for env, results in found.items()}
-    draw_curves(path, {f"{env}, PPO": results for env, results in ranked.items()})
+    draw_curves(path, ranked)
     return ranked
 
 
@@ -330,7 +330,7 @@ def _plain(value: Any) -> Any:
 
 def draw(report: Report) -> None:
     """`learning_curve.png`, and `sweep.png` where something was swept."""
-    title = f"{report.settings.config.env}, PPO"
-    draw_curves(report.path / "learning_curve.png", {title: report.ranked})
+    env = report.settings.config.env
+    draw_curves(report.path / "learning_curve.png", {env: report.ranked})
     if report.settings.run.sweep:
-        draw_sweep(report.path / "sweep.png", title, report.results)
+        draw_sweep(report.path / "sweep.png", f"{env}, PPO", report.results)

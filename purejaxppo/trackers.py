@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import time
@@ -99,10 +100,9 @@ class WeightsAndBiases:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._wandb, self._runs = wandb, {}
-        try:
-            account = wandb.login(prompt=False)
-        except TypeError:
-            raise ImportError(f"wandb {wandb.__version__} is older than 0.30") from None
+        if "prompt" not in inspect.signature(wandb.login).parameters:
+            raise ImportError(f"wandb {wandb.__version__} is older than 0.30")
+        account = wandb.login(prompt=False)
         mode = os.environ.get("WANDB_MODE") or (None if account else "offline")
         for run in runs:
             swept = {f"sweep.{name}": value for name, value in run.setting.swept.items()}
