@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.shared import load, save
 from purejaxppo import machine, ppo
+from purejaxppo.activations import tanh
 from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import num_outputs
 from purejaxppo.effort import cpu_options
@@ -177,7 +178,7 @@ def roofline(setup: ppo.Setup) -> dict[str, float]:
     moved += 2 * 4 * 3 * params * config.update_epochs * config.num_minibatches
     rates = {
         "matmul_rate": 2 * 1024**3 / once(lambda x: x @ x, jnp.ones((1024, 1024))),
-        "tanh_rate": 2**20 / once(jnp.tanh, jnp.linspace(-2, 2, 2**20)),
+        "tanh_rate": 2**20 / once(tanh, jnp.linspace(-2, 2, 2**20)),
         "copy_rate": 2 * 2**26 / once(lambda x: x + 1, jnp.ones(2**24)),
     }
     times = {

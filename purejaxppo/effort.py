@@ -36,9 +36,14 @@ def suits_quick(jaxpr: core.Jaxpr, times: int) -> bool:
 def each_equation(
     jaxpr: core.Jaxpr | core.ClosedJaxpr, times: int = 1
 ) -> Iterator[tuple[Any, int]]:
-    """Of a program and all within it, with how often it is computed where scans repeat it."""
+    """Of a program and all within it, with how often it is computed where scans repeat it.
+
+    A function with a derivative of its own, such as an activation, is one equation.
+    """
     for equation in jaxpr.eqns:
         yield equation, times
+        if equation.primitive.name == "custom_jvp_call":
+            continue
         repeated = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -14,17 +13,10 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from purejaxppo.activations import ACTIVATIONS
 from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes
 from purejaxppo.products import multiply
 from purejaxppo.types import Scalar
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "tanh": nn.tanh,
-    "relu": nn.relu,
-    "swish": nn.swish,
-    "gelu": nn.gelu,
-    "elu": nn.elu,
-}
 
 
 class NetworkOutput(struct.PyTreeNode):

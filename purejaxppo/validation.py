@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from purejaxppo.activations import ACTIVATIONS
 from purejaxppo.config import Config, Hyper, RunOptions, Settings, make_settings
-from purejaxppo.networks import ACTIVATIONS
 from purejaxppo.values import ConfigError, parse_bytes
 
 _LOGS = ("tensorboard", "wandb")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from purejaxppo import cli, numpy_policy
+from purejaxppo.activations import ACTIVATIONS
 from purejaxppo.agent import is_bytes, make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.export import export
-from purejaxppo.networks import ACTIVATIONS
 from purejaxppo.policy import Policy
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.spaces import MultiDiscrete as Multi
@@ -166,7 +166,9 @@ def test_numpy(exported):
 
 def test_numpy_knows_every_activation():
     x = np.float32([-1e4, -100, -3, -0.1, 0, 0.1, 3, 100, 1e4])
-    as_trained = {"xla_backend_optimization_level": 1}  # below, tanh is not as exact
+    as_trained = {
+        "xla_backend_optimization_level": 1
+    }  # below, XLA's tanh, as in gelu, is not as exact
     assert numpy_policy.ACTIVATIONS.keys() == ACTIVATIONS.keys()
     for name, activation in ACTIVATIONS.items():
         result = numpy_policy.ACTIVATIONS[name](x)

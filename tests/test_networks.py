@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from purejaxppo import stats
+from purejaxppo.activations import ACTIVATIONS, tanh
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.distributions import Categorical, Gaussian, MultiCategorical, TanhGaussian
 from purejaxppo.losses import Coefficients, Minibatch, ppo_loss
-from purejaxppo.networks import ACTIVATIONS, orthogonal
+from purejaxppo.networks import orthogonal
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete
 from purejaxppo.values import ConfigError
 
@@ -254,6 +255,23 @@ def test_forward_pass_equals_numpy(activation):
     for branch, actual in (("policy", output.policy.logits), ("value", output.value[:, None])):
         expected = numpy_network(params, branch, obs, functions[activation])
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", [0, 1])  # XLA's effort, of quick programs and of others
+def test_tanh_is_exact_to_float32(level):
+    compiled = functools.partial(
+        jax.jit, compiler_options={"xla_backend_optimization_level": level}
+    )
+    x = np.concatenate([np.linspace(-12, 12, 300_001), np.geomspace(1e-30, 1, 10_000)])
+    x = x.astype(np.float32)
+    y, slope = compiled(jax.vmap(jax.value_and_grad(tanh)))(x)
+    expected = np.tanh(x.astype(float))
+    np.testing.assert_allclose(y, expected, rtol=5e-7)
+    assert np.abs(y).max() <= 1
+    np.testing.assert_allclose(slope, 1 - expected**2, atol=1e-6)
+    np.testing.assert_array_equal(compiled(tanh)(-x), -y)
+    ends = compiled(tanh)(np.float32([-INF, -1e30, -0.0, 1e30, INF, np.nan]))
+    np.testing.assert_allclose(ends, [-1, -1, 0, 1, 1, np.nan], rtol=5e-7)
 
 
 def features(observation_space, obs, obs_stats=None):
