@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from purejaxppo import checkpoint, cli
+from purejaxppo.activations import tanh
 from purejaxppo.config import Config, Hyper, RunOptions
 from purejaxppo.effort import each_equation, suits_quick
 from purejaxppo.machine import Memory
@@ -36,6 +37,11 @@ def test_small_programs_are_quick_until_they_are_called_often():
     jaxpr = traced(lambda x: jnp.sin(x) + 1, (1000,))  # two equations, 2,000 numbers
     assert suits_quick(jaxpr, times=499)
     assert not suits_quick(jaxpr, times=500)
+
+
+def test_an_activation_is_one_equation():
+    jaxpr = traced(lambda x: jnp.sin(tanh(x)), (7,))
+    assert [e.primitive.name for e, _ in each_equation(jaxpr)] == ["custom_jvp_call", "sin"]
 
 
 def test_products_do_not_count():

@@ -166,9 +166,8 @@ def test_numpy(exported):
 
 def test_numpy_knows_every_activation():
     x = np.float32([-1e4, -100, -3, -0.1, 0, 0.1, 3, 100, 1e4])
-    as_trained = {
-        "xla_backend_optimization_level": 1
-    }  # below, XLA's tanh, as in gelu, is not as exact
+    # Below level 1, XLA's tanh, as gelu has it, is not as exact.
+    as_trained = {"xla_backend_optimization_level": 1}
     assert numpy_policy.ACTIVATIONS.keys() == ACTIVATIONS.keys()
     for name, activation in ACTIVATIONS.items():
         result = numpy_policy.ACTIVATIONS[name](x)
