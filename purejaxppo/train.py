@@ -211,9 +211,7 @@ class Trainer:
             if AXIS in state_spec:
                 states = jax.tree.map(lambda x: x[:, 0], states)  # this device's own
             each = lambda run: function(*run, shared)  # noqa: E731
-            # A vmap of one would only take longer to trace.
-            block = self.plan.block if self.plan.block > 1 else None
-            results = jax.lax.map(each, (states, hypers), batch_size=block)
+            results = _map_in_blocks(each, (states, hypers), self.plan.block)
             if self.plan.shards > 1:
                 results = jax.tree.map(lambda x: x[:, None], results)
             return results
@@ -227,6 +225,14 @@ class Trainer:
             check_vma=False,
         )
         return jax.jit(sharded, **jit_options)
+
+
+def _map_in_blocks(each: Callable[[PyTree], PyTree], runs: PyTree, block: int) -> PyTree:
+    """each(run) of runs [R, ...]. Neither a loop nor a vmap over one, which take long to trace."""
+    if jax.tree.leaves(runs)[0].shape[0] == 1:
+        only = jax.tree.map(lambda x: jax.lax.squeeze(x, [0]), runs)
+        return jax.tree.map(lambda x: jax.lax.expand_dims(x, [0]), each(only))
+    return jax.lax.map(each, runs, batch_size=block if block > 1 else None)
 
 
 def run_shapes(setup: ppo.Setup, hyper: Hyper) -> TrainState:
