@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from purejaxppo import envs, ppo
+from purejaxppo import envs, ppo, rollouts
 from purejaxppo.agent import make_agent
 from purejaxppo.envs import load_settings
 from purejaxppo.envs.base import Starts, Vectorized
@@ -73,12 +73,12 @@ def programs(name: str, backend: str, num_envs: int, num_steps: int) -> dict[str
 
     found = {}
     for label, kind in (("rollout", Vectorized), ("replayed", Replayed)):
-        setup = ppo.Setup(config, kind(env, num_envs, pool_size=1), agent)
+        setup = rollouts.Setup(config, kind(env, num_envs, pool_size=1), agent)
         state = jax.jit(lambda k, s=setup: ppo.init(s, k, hyper))(key)
         if label == "rollout":
             arguments = state.env_state.env, key
             found["physics"] = (*compiled(bare, *arguments), arguments)
-        run = lambda state, key, s=setup: ppo.rollout(s, state, ppo.draw(s, key))  # noqa: E731
+        run = lambda state, key, s=setup: rollouts.rollout(s, state, rollouts.draw(s, key))  # noqa: E731
         found[label] = (*compiled(run, state, key), (state, key))
     return found
 

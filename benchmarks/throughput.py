@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.shared import load, save
-from purejaxppo import machine, ppo
+from purejaxppo import machine, ppo, rollouts, updates
 from purejaxppo.activations import tanh
 from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import num_outputs
@@ -59,7 +59,7 @@ def measure(env: str, num_envs: int | None, num_steps: int | None, repeats: int)
     return found
 
 
-def whole(setup: ppo.Setup, hyper: Any, repeats: int) -> dict[str, Any]:
+def whole(setup: rollouts.Setup, hyper: Any, repeats: int) -> dict[str, Any]:
     """Compilation, the first iteration, and the time of one among many."""
     trainer = Trainer(setup, Plan(num_runs=1, num_devices=1, block=1))
     hypers = trainer.shard(stack_hypers([hyper]))
@@ -100,7 +100,7 @@ def timed_chunk(
     return states, time.perf_counter() - started
 
 
-def parts(setup: ppo.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
+def parts(setup: rollouts.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
     """Rollout, advantages and update, each as a program of its own, with its random numbers drawn."""
     hyper = as_arrays(hyper)
     remaining = jnp.ones(())
@@ -112,16 +112,16 @@ def parts(setup: ppo.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
         return jax.jit(function, **options).lower(*arguments).compile()
 
     state = compiled(lambda key: ppo.init(setup, key, hyper), jax.random.key(0))(jax.random.key(0))
-    draw = compiled(lambda key: ppo.draw(setup, key), jax.random.key(1))
+    draw = compiled(lambda key: rollouts.draw(setup, key), jax.random.key(1))
     draws = draw(jax.random.key(1))
-    rollout = compiled(lambda state, draws: ppo.rollout(setup, state, draws), state, draws)
+    rollout = compiled(lambda state, draws: rollouts.rollout(setup, state, draws), state, draws)
     after, data = rollout(state, draws)
     advantages = compiled(
-        lambda state, data: ppo.advantages(setup, state, data, hyper), after, data
+        lambda state, data: rollouts.advantages(setup, state, data, hyper), after, data
     )
     advantage = advantages(after, data)
     update = compiled(
-        lambda state, data, advantage, order: ppo.update(
+        lambda state, data, advantage, order: updates.update(
             setup, state, data, advantage, hyper, remaining, order
         ),
         after, data, advantage, draws.order,
@@ -149,7 +149,7 @@ def timed(repeats: int, function: Callable[..., Any], *arguments: Any) -> list[f
     return times
 
 
-def roofline(setup: ppo.Setup) -> dict[str, float]:
+def roofline(setup: rollouts.Setup) -> dict[str, float]:
     """The least time that the update of an iteration can take, at rates measured here and now.
 
     Matrix products at the rate of a large one, activations at that of tanh, and bytes at that of a

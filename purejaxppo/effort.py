@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from purejaxppo import machine, ppo
+from purejaxppo import machine
+from purejaxppo.rollouts import Setup
 
 # Numbers an equation computes, all its repetitions together, from which it is worth optimising. A CPU
 # loses 0.2 to 1.1 ns a number (CartPole, Pendulum, MinAtar, Brax, Octax) and gains 1.5 to 3.6 ms an equation;
@@ -50,7 +51,7 @@ def each_equation(
                 yield from each_equation(inner, times * repeated)
 
 
-def cpu_options(setup: ppo.Setup, quick: bool = False) -> dict[str, Any]:
+def cpu_options(setup: Setup, quick: bool = False) -> dict[str, Any]:
     """How XLA compiles for CPUs.
 
     Level 1 of its effort compiles a third faster than its default and runs as fast. Quick is level 0

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import jax
 
-from purejaxppo import envs, ppo
+from purejaxppo import envs
 from purejaxppo.config import Config
 from purejaxppo.distributions import num_outputs
+from purejaxppo.rollouts import Setup, num_microbatches
 from purejaxppo.types import Metrics, PyTree
 
 # Most iterations a chunk can be asked for: enough that launching it costs nothing.
@@ -57,7 +58,7 @@ class Plan:
 
 
 def make_plan(
-    setup: ppo.Setup, num_runs: int, block: int | None = None, shard_environments: bool = False
+    setup: Setup, num_runs: int, block: int | None = None, shard_environments: bool = False
 ) -> Plan:
     """The layout of runs on the devices at hand.
 
@@ -78,15 +79,15 @@ def make_plan(
     return Plan(num_runs, num_devices, block, len(devices) if shard_environments else 1)
 
 
-def _cached_runs(setup: ppo.Setup) -> int:
+def _cached_runs(setup: Setup) -> int:
     """Runs whose minibatches a CPU's core trains fastest together: those that its cache holds."""
     return min(max(_CACHED // _activations(setup), 1), _MOST_CACHED_RUNS)
 
 
-def _activations(setup: ppo.Setup) -> int:
+def _activations(setup: Setup) -> int:
     """Bytes of what the layers hold of a run's minibatch, or of the part that is done at a time."""
     samples = setup.config.batch_size // setup.config.num_minibatches
-    return 4 * setup.agent.num_units * (samples // ppo.num_microbatches(setup))
+    return 4 * setup.agent.num_units * (samples // num_microbatches(setup))
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Footprint:
 
 
 def make_footprint(
-    setup: ppo.Setup, plan: Plan, states: PyTree, saved: int = 0, eval_episodes: int = 0
+    setup: Setup, plan: Plan, states: PyTree, saved: int = 0, eval_episodes: int = 0
 ) -> Footprint:
     """The footprint of a run whose states have these shapes, of all that the plan computes.
 

@@ -22,6 +22,7 @@ from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.envs.checks import check_environment
 from purejaxppo.evaluate import evaluate
 from purejaxppo.plan import MAX_CHUNK, Plan
+from purejaxppo.rollouts import Setup
 from purejaxppo.types import Episode, Metrics, PyTree, TrainState
 from purejaxppo.validation import validate_desired_kl, validate_hyper, validated
 from purejaxppo.values import ConfigError
@@ -32,7 +33,7 @@ def make_setup(
     env: envs.Environment | None = None,
     seeds: Sequence[int] = (0,),
     begun: int = 0,
-) -> ppo.Setup:
+) -> Setup:
     """Environment and agent of a configuration.
 
     Args:
@@ -50,7 +51,7 @@ def make_setup(
         env = envs.make(config.env, config.env_options)
     vector = envs.vectorize(config, env, seeds=seeds, begun=begun)
     agent = make_agent(config, vector.observation_space, vector.action_space)
-    return ppo.Setup(config, vector, agent)
+    return Setup(config, vector, agent)
 
 
 def make_train(
@@ -126,7 +127,7 @@ class Trainer:
 
     def __init__(
         self,
-        setup: ppo.Setup,
+        setup: Setup,
         plan: Plan,
         eval_env: VectorEnvironment | None = None,
         eval_sampled: bool = False,
@@ -235,7 +236,7 @@ def _map_in_blocks(each: Callable[[PyTree], PyTree], runs: PyTree, block: int) -
     return jax.lax.map(each, runs, batch_size=block if block > 1 else None)
 
 
-def run_shapes(setup: ppo.Setup, hyper: Hyper) -> TrainState:
+def run_shapes(setup: Setup, hyper: Hyper) -> TrainState:
     """Shapes of the state of one run on one device."""
     return jax.eval_shape(functools.partial(ppo.init, setup), jax.random.key(0), hyper)
 
@@ -300,13 +301,13 @@ def _differing(shape: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
 
 
-def _init(setup: ppo.Setup, seed: Array, hyper: Hyper, _: tuple[()]) -> TrainState:
+def _init(setup: Setup, seed: Array, hyper: Hyper, _: tuple[()]) -> TrainState:
     """The state of the run with a seed, uint32 []."""
     return ppo.init(setup, jax.random.key(seed), hyper)
 
 
 def _chunk(
-    setup: ppo.Setup, state: TrainState, hyper: Hyper, shared: tuple[Array, Array]
+    setup: Setup, state: TrainState, hyper: Hyper, shared: tuple[Array, Array]
 ) -> tuple[TrainState, Metrics]:
     """`count` iterations; shared is (count [] int32, iterations [] float32).
 
@@ -327,7 +328,7 @@ def _chunk(
 
 
 def _evaluate(
-    setup: ppo.Setup,
+    setup: Setup,
     env: VectorEnvironment,
     sampled: bool,
     state: TrainState,

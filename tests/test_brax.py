@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 from flax import struct
 
-from purejaxppo import envs, ppo
+from purejaxppo import envs, ppo, rollouts
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs import Vectorized
 from purejaxppo.envs.brax import BraxEnvironment
@@ -107,7 +107,7 @@ def test_the_value_after_a_time_limit_is_that_of_the_final_observation():
     setup, hyper = make_setup(config, env), as_arrays(Hyper(gamma=0.9, gae_lambda=0.0))
     state = ppo.init(setup, jax.random.key(0), hyper)
     before, data = state, None
-    state, data = ppo.rollout(setup, state, ppo.draw(setup, jax.random.key(1)))
+    state, data = rollouts.rollout(setup, state, rollouts.draw(setup, jax.random.key(1)))
     steps = data.transitions
     np.testing.assert_array_equal(np.flatnonzero(steps.truncated[:, 0]), [3, 7])
     final = steps.obs[3] + jnp.clip(steps.action[3], -1, 1)
@@ -117,7 +117,7 @@ def test_the_value_after_a_time_limit_is_that_of_the_final_observation():
         output = setup.agent.apply(before.params, before.obs_stats, obs, (), jnp.zeros(3, bool))
         return output.value
 
-    advantage = ppo.advantages(setup, state, data, hyper)
+    advantage = rollouts.advantages(setup, state, data, hyper)
     expected = steps.reward[3] + 0.9 * value(final) - steps.value[3]
     np.testing.assert_allclose(advantage[3], expected, rtol=1e-4, atol=1e-5)
 

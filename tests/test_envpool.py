@@ -12,7 +12,7 @@ from PIL import Image, ImageSequence
 from probes import Probe
 from trainings import SMALL
 
-from purejaxppo import cli, envs, machine, ppo, stats
+from purejaxppo import cli, envs, machine, ppo, rollouts, stats
 from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.effort import cpu_options
@@ -200,9 +200,9 @@ def test_a_late_reset_counts_for_nothing():
 
 def test_a_truncation_is_valued_by_what_is_acted_on_in_vain():
     setup, hyper, state, _ = late_iteration(0.0)
-    draws = ppo.draw(setup, jax.random.key(1))
-    after, data = jit(ppo.rollout, static_argnums=0)(setup, state, draws)
-    advantage = np.asarray(ppo.advantages(setup, after, data, hyper))
+    draws = rollouts.draw(setup, jax.random.key(1))
+    after, data = jit(rollouts.rollout, static_argnums=0)(setup, state, draws)
+    advantage = np.asarray(rollouts.advantages(setup, after, data, hyper))
     steps = data.transitions
     value = np.asarray(steps.value)
     scale = float(stats.return_scale(state.return_stats))

@@ -1,15 +1,13 @@
 """The algorithm: learning what is known in closed form, and each rule of it by itself."""
 
 import dataclasses
-import functools
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.flatten_util import ravel_pytree
+from iterations import SMALL, advantages, iterate, jit, roll, rollout, setup_and_state
 from probes import (
     ActionReward,
     Clock,
@@ -24,43 +22,14 @@ from probes import (
 from test_losses import numpy_gae
 from test_shuffles import permutations
 
-from purejaxppo import loop, ppo, stats
-from purejaxppo.agent import (
-    Agent,
-    OptState,
-    _as_vector,
-    adapt_learning_rate,
-    apply_gradients,
-    init_optimizer,
-)
+from purejaxppo import loop, ppo, rollouts, stats
+from purejaxppo.agent import Agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
-from purejaxppo.losses import Minibatch, normalize_advantages, ppo_loss
+from purejaxppo.losses import LossMetrics
 from purejaxppo.train import as_arrays, make_setup, make_train
 from purejaxppo.types import Episode, Rollout, Transition
-
-SMALL = {"num_envs": 8, "num_steps": 8, "torso_layers": (8,), "num_minibatches": 2}
-# Compiling is most of the time here; what is learnt does not depend on how well it is done.
-FAST = {"xla_backend_optimization_level": 0}
-
-jit = functools.partial(jax.jit, compiler_options=FAST)
-advantages = jit(ppo.advantages, static_argnums=0)
-init = jit(ppo.init, static_argnums=0)
-iterate = jit(ppo.iterate, static_argnums=0)
-
-
-def roll(setup, state, key):
-    return ppo.rollout(setup, state, ppo.draw(setup, key))
-
-
-rollout = jit(roll, static_argnums=0)
-
-
-def setup_and_state(env, hyper=None, seed=0, **options):
-    """A small training of an environment, before its first iteration."""
-    setup = make_setup(Config(**SMALL | options), env)
-    hyper = as_arrays(hyper or Hyper())
-    return setup, init(setup, jax.random.key(seed), hyper), hyper
+from purejaxppo.updates import UpdateMetrics
 
 
 def learn(env, **options):
@@ -180,14 +149,14 @@ def test_an_iteration_takes_its_loss_with_the_statistics_that_acted():
     options = NORMALIZED | SINGLE_UPDATE
     setup, state, hyper = setup_and_state(Poisoned(), Hyper(learning_rate=0.05), **options)
     for i in range(4):
-        before = state.obs_stats, ppo.stats.return_scale(state.return_stats)
+        before = state.obs_stats, stats.return_scale(state.return_stats)
         state, metrics = iterate(setup, state, hyper, 10.0)
         assert abs(metrics.approx_kl) < 1e-7
         assert metrics.clip_fraction == 0
         # Normalised advantages have a mean of 0, and so has the surrogate at a ratio of one.
         assert abs(metrics.policy_loss) < 1e-5
         assert state.obs_stats.count == before[0].count + 64 == 64 * (i + 1)
-        assert ppo.stats.return_scale(state.return_stats) != before[1]
+        assert stats.return_scale(state.return_stats) != before[1]
 
 
 def test_rewards_are_scaled_by_the_return_statistics_that_acted():
@@ -211,57 +180,6 @@ def test_rewards_are_multiplied_for_learning_and_scores_are_not():
     whole = ended & (length == 3)  # of those that end at the third step
     assert whole.any()
     np.testing.assert_allclose(score[whole], steps.reward[:3].sum(0)[whole], rtol=1e-6)
-
-
-def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
-    setup, state, hyper = setup_and_state(Clock(3), minibatches="sequences", update_epochs=3)
-    draws = ppo.draw(setup, jax.random.key(0))
-    assert draws.order.shape == (3, 8)
-    state, data = ppo.rollout(setup, state, draws)
-    picked = []
-
-    def record(setup, state, samples, hyper, remaining, learner, index):
-        return learner, index
-
-    monkeypatch.setattr(ppo, "_update_minibatch", record)
-    _, picked = ppo.update(setup, state, data, data.transitions.value, hyper, 1.0, draws.order)
-    assert picked.shape == (3 * 2, 8 * 4)  # T = 8 steps of 4 environments each
-    for minibatch in np.asarray(picked):
-        steps, environments = np.divmod(minibatch.reshape(8, 4), 8)
-        np.testing.assert_array_equal(steps, np.tile(np.arange(8)[:, None], 4))
-        np.testing.assert_array_equal(environments, np.tile(environments[0], (8, 1)))
-    for epoch in np.asarray(picked).reshape(3, -1):
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(64))
-
-
-def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):
-    setup, state, hyper = setup_and_state(
-        Clock(3), Hyper(gamma=0.9), recompute_advantages=True, update_epochs=3
-    )
-    draws = ppo.draw(setup, jax.random.key(0))
-    state, data = ppo.rollout(setup, state, draws)
-    steps = data.transitions
-
-    def move(setup, state, samples, hyper, remaining, learner, index):
-        params = jax.tree.map(lambda x: x + 0.1, learner.params)
-        return learner.replace(params=params), (samples.value, samples.advantage, samples.target)
-
-    monkeypatch.setattr(ppo, "_update_minibatch", move)
-    nothing = jnp.full_like(steps.value, jnp.nan)  # those of the rollout are not asked for
-    learner, seen = ppo.update(setup, state, data, nothing, hyper, 1.0, draws.order)
-    old, advantage, target = (x.reshape(3, 2, *steps.value.shape) for x in seen)
-    np.testing.assert_array_equal(old, jnp.broadcast_to(steps.value, old.shape))
-    for epoch in range(3):
-        params = jax.tree.map(lambda x, by=0.2 * epoch: x + by, state.params)
-        value = setup.agent.apply(params, None, steps.obs, (), steps.first).value
-        now = data.replace(transitions=steps.replace(value=value))
-        expected = ppo.advantages(setup, state.replace(params=params), now, hyper)
-        for minibatch in range(2):
-            np.testing.assert_allclose(advantage[epoch, minibatch], expected, atol=1e-5)
-            np.testing.assert_allclose(target[epoch, minibatch], expected + value, atol=1e-5)
-    assert np.ptp(advantage[:, 0], axis=0).min() > 0.01
-    for moved in jax.tree.leaves(jax.tree.map(jnp.subtract, learner.params, state.params)):
-        np.testing.assert_allclose(moved, 0.6, rtol=1e-6)
 
 
 def test_the_return_trace_follows_the_gamma_of_the_run():
@@ -309,14 +227,14 @@ def test_final_observations_and_the_values_that_follow(limit, may_truncate, num_
     hyper = as_arrays(Hyper(gamma=0.9, gae_lambda=0.7))
 
     @jit
-    def rollouts(state, keys):
+    def several(state, keys):
         def one(state, key):
             state, data = roll(setup, state, key)
-            return state, (data, ppo.advantages(setup, state, data, hyper))
+            return state, (data, rollouts.advantages(setup, state, data, hyper))
 
         return jax.lax.scan(one, state, keys)
 
-    final, (data, advantage) = rollouts(state, jax.random.split(jax.random.key(1), 4))
+    final, (data, advantage) = several(state, jax.random.split(jax.random.key(1), 4))
     obs, clock, terminated, truncated = simulate(env, data.transitions, num_steps)
     np.testing.assert_array_equal(final.env_state.obs[:, 0], clock)
     assert terminated.any() or limit == 1 or may_truncate
@@ -374,124 +292,6 @@ def simulate(env, steps, num_steps):
     return obs, clock, terminated, truncated
 
 
-@pytest.fixture(scope="module")
-def experience():
-    """(setup, state, data, advantage, hyper): one rollout, to be learnt from in several ways."""
-    hyper = Hyper(learning_rate=0.02, value_clip_eps=0.1, max_grad_norm=0.3)
-    setup, state, hyper = setup_and_state(Clock(3), hyper)
-    state, data = rollout(setup, state, jax.random.key(0))
-    return setup, state, data, advantages(setup, state, data, hyper), hyper
-
-
-def plain_updates(experience, order, normalization, learning_rate):
-    """PPO's updates one after another, with optax's own Adam: parameters, states and metrics."""
-    setup, state, data, advantage, hyper = experience
-    steps = data.transitions
-    if normalization == "batch":
-        advantage = normalize_advantages(advantage, steps.valid)
-    samples = Minibatch(
-        obs=steps.obs,
-        first=steps.first,
-        noise=steps.noise,
-        action=steps.action,
-        log_prob=steps.log_prob,
-        value=steps.value,
-        advantage=advantage,
-        target=experience[3] + steps.value,
-        weight=steps.valid.astype(jnp.float32),
-    )
-    samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(hyper.max_grad_norm),
-        optax.adam(learning_rate, eps=hyper.adam_eps),
-    )
-
-    @jit
-    def step(params, opt_state, index):
-        batch = jax.tree.map(lambda x: x[index], samples)
-        if normalization == "minibatch":
-            normalized = normalize_advantages(batch.advantage, batch.weight)
-            batch = batch.replace(advantage=normalized)
-
-        def loss(params):
-            output = setup.agent.apply(params, None, batch.obs, (), batch.first)
-            coef = ppo.coefficients(setup.config, hyper, 1.0)
-            return ppo_loss(output.policy, output.value, batch, coef)
-
-        grads, losses = jax.grad(loss, has_aux=True)(params)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return (
-            optax.apply_updates(params, updates),
-            opt_state,
-            losses,
-            jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))),
-        )
-
-    history = [(state.params, optimizer.init(state.params), None, None)]
-    for index in order:
-        history.append(step(*history[-1][:2], index))
-    return history
-
-
-def moments_of(adam):
-    """Adam's state as vectors, whatever it is chained with."""
-    found = optax.tree_utils.tree_get_all_with_path(adam, "mu")
-    assert len(found) == 1
-    moments = {name: optax.tree_utils.tree_get(adam, name) for name in ("mu", "nu", "count")}
-    return {name: ravel_pytree(moment)[0] for name, moment in moments.items()}
-
-
-def run_update(experience, hyper, remaining=1.0, **options):
-    setup, state, data, advantage, _ = experience
-    config = dataclasses.replace(setup.config, **options)
-    order = permutations(7, config.update_epochs, config.batch_size)
-    update = jit(ppo.update, static_argnums=0)
-    learner, metrics = update(
-        setup._replace(config=config), state, data, advantage, hyper, remaining, order
-    )
-    minibatches = config.update_epochs * config.num_minibatches
-    return learner, metrics, order.reshape(minibatches, -1)
-
-
-@pytest.mark.parametrize("normalization", ["minibatch", "batch", "off"])
-def test_updates_are_those_of_plain_ppo(experience, normalization):
-    hyper = experience[-1]
-    learner, metrics, order = run_update(
-        experience, hyper, remaining=0.25, normalize_advantages=normalization
-    )
-    assert len(order) == len(metrics.grad_norm) == 8
-    history = plain_updates(experience, order, normalization, 0.25 * hyper.learning_rate)
-    params, adam, _, _ = history[-1]
-    chex.assert_trees_all_close(learner.params, params, rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_close(
-        moments_of(learner.opt_state.adam), moments_of(adam), rtol=1e-3, atol=1e-5
-    )
-    norms = np.array([norm for *_, norm in history[1:]])
-    np.testing.assert_allclose(metrics.grad_norm, norms, rtol=1e-3)
-    assert norms.max() > 0.3  # before clipping, which this test is about as well
-    np.testing.assert_allclose(metrics.learning_rate, 0.25 * 0.02, rtol=1e-6)
-    assert np.all(metrics.applied)
-
-
-@pytest.mark.parametrize("size", [1, 5, 8])
-def test_a_minibatch_may_be_learnt_from_in_parts(experience, size):
-    setup, state, data, advantage, hyper = experience
-    # Parts differ in how many steps are valid, and each step weighs the same all the same.
-    valid = np.random.default_rng(0).random((8, 8)) < np.linspace(0.2, 1, 8)
-    data = data.replace(transitions=data.transitions.replace(valid=jnp.asarray(valid)))
-    hyper = hyper.replace(
-        adam_eps=1e-3
-    )  # where a gradient is rounding alone, it makes no step of it
-    experience = setup, state, data, advantage, hyper
-    whole, expected, _ = run_update(experience, hyper)
-    parts, metrics, _ = run_update(experience, hyper, microbatch_size=size)
-    config = dataclasses.replace(setup.config, microbatch_size=size)
-    assert ppo.num_microbatches(setup._replace(config=config)) == {1: 32, 5: 8, 8: 4}[size]
-    # Adam makes of rounding errors what is still far below its step of 0.02.
-    chex.assert_trees_all_close(parts.params, whole.params, rtol=1e-4, atol=2e-4)
-    chex.assert_trees_all_close(metrics, expected, rtol=1e-3, atol=1e-4)
-
-
 def test_clipped_rewards_are_learnt_from_and_true_ones_reported():
     @dataclasses.dataclass(frozen=True)
     class Dear(TimeLimit):
@@ -516,125 +316,6 @@ def test_clipped_rewards_are_learnt_from_and_true_ones_reported():
     stats = ppo.update_statistics(after, data.transitions, hyper).return_stats
     expected = ppo.update_statistics(after, clipped, as_arrays(same)).return_stats
     chex.assert_trees_all_close(stats, expected)
-
-
-def test_target_kl_stops_the_rest_of_the_iteration(experience):
-    _, state, data, advantage, hyper = experience
-    _, _, order = run_update(experience, hyper)
-    history = plain_updates(experience, order, "minibatch", hyper.learning_rate)
-    divergence = np.array([losses.approx_kl for _, _, losses, _ in history[1:]])
-    stop = 1 + int(np.argmax(divergence[1:5]))
-    target = jnp.float32(0.99 * divergence[stop])
-    stop = int(np.argmax(divergence > target))
-    assert 1 <= stop < 7
-
-    learner, metrics, _ = run_update(experience, hyper.replace(target_kl=target))
-    params, adam, _, _ = history[stop]
-    chex.assert_trees_all_close(learner.params, params, rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_close(
-        moments_of(learner.opt_state.adam), moments_of(adam), rtol=1e-3, atol=1e-5
-    )
-    np.testing.assert_array_equal(metrics.applied, np.arange(8) < stop)
-    # It stays stopped, though a later minibatch alone would have been within the target.
-    assert np.any(metrics.losses.approx_kl[stop:] < target)
-    summary = ppo.summarize(state, data, advantage, metrics, hyper)
-    applied = [history[i + 1] for i in range(stop)]
-    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"):
-        mean = np.mean([getattr(losses, name) for _, _, losses, _ in applied])
-        np.testing.assert_allclose(getattr(summary, name), mean, rtol=1e-3, atol=1e-6)
-    np.testing.assert_allclose(
-        summary.grad_norm, np.mean([norm for *_, norm in applied]), rtol=1e-3
-    )
-
-
-def test_the_learning_rate_adapts_to_the_divergence_within_bounds():
-    hyper = Hyper(learning_rate=1e-3, desired_kl=0.01)
-
-    def rate(rate, approx_kl):
-        state = OptState((), jnp.float32(rate / hyper.learning_rate))
-        return hyper.learning_rate * adapt_learning_rate(hyper, state, approx_kl).adaptive_scale
-
-    np.testing.assert_allclose(rate(1e-3, 0.021), 1e-3 / 1.5, rtol=1e-5)
-    np.testing.assert_allclose(rate(1e-3, 0.019), 1e-3, rtol=1e-5)
-    np.testing.assert_allclose(rate(1e-3, 0.006), 1e-3, rtol=1e-5)
-    np.testing.assert_allclose(rate(1e-3, 0.004), 1.5e-3, rtol=1e-5)
-    np.testing.assert_allclose(rate(1e-3, 0.0), 1e-3, rtol=1e-5)  # has not moved: says nothing
-    np.testing.assert_allclose(rate(9e-3, 1e-5), 1e-2, rtol=1e-5)
-    np.testing.assert_allclose(rate(1.1e-5, 1.0), 1e-5, rtol=1e-5)
-
-
-def test_an_adaptive_learning_rate_is_used_and_kept():
-    hyper = Hyper(learning_rate=1e-3, desired_kl=1e3)
-    setup, state, hyper = setup_and_state(Clock(3), hyper, anneal_learning_rate=False)
-    state, metrics = iterate(setup, state, hyper, 10.0)
-    # The first minibatch says nothing; then the rate grows by 1.5 until 1e-2 is reached.
-    rates = np.minimum(1e-3 * 1.5 ** np.arange(8), 1e-2)
-    np.testing.assert_allclose(metrics.learning_rate, rates.mean(), rtol=1e-5)
-    np.testing.assert_allclose(state.opt_state.adaptive_scale, 10.0, rtol=1e-5)
-    slow = hyper.replace(desired_kl=jnp.float32(1e-9))
-    later, metrics = iterate(setup, state, slow, 10.0)
-    assert later.opt_state.adaptive_scale < 1.0
-    assert metrics.learning_rate < 1e-2
-
-
-def test_coefficients_anneal_where_asked_for():
-    hyper = Hyper(clip_eps=0.2, value_clip_eps=0.4, ent_coef=0.02, vf_coef=0.5)
-    plain = ppo.coefficients(Config(), hyper, 0.25)
-    assert (plain.clip_eps, plain.value_clip_eps, plain.ent_coef, plain.vf_coef) == (
-        0.2, 0.4, 0.02, 0.5,
-    )  # fmt: skip
-    config = Config(anneal_clip_eps=True, anneal_ent_coef=True)
-    annealed = ppo.coefficients(config, hyper, 0.25)
-    assert (annealed.clip_eps, annealed.value_clip_eps, annealed.ent_coef) == (0.05, 0.1, 0.005)
-    assert annealed.vf_coef == 0.5
-    assert ppo.coefficients(config, Hyper(), 0.25).value_clip_eps is None
-
-
-def branches(seed):
-    """Numbers for parameters of every label, or their gradients."""
-    rng = np.random.default_rng(seed)
-    names = ("torso", "policy", "value", "policy_head", "value_head", "log_std")
-    return {name: {"kernel": jnp.float32(rng.normal(size=(2, 3)))} for name in names}
-
-
-def test_actor_and_critic_have_their_own_learning_rates():
-    hyper = Hyper(learning_rate=0.01, critic_learning_rate=0.003, max_grad_norm=1.0)
-    critic = ("value", "value_head")
-    labels = {name: "critic" if name in critic else "actor" for name in branches(0)}
-    adams = {"actor": optax.adam(0.5 * 0.01, eps=1e-5), "critic": optax.adam(0.5 * 0.003, eps=1e-5)}
-    reference = optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(adams, labels))
-    params = expected = branches(0)
-    opt_state, reference_state = init_optimizer(hyper, params), reference.init(params)
-    for seed in (1, 2, 3):
-        grads = branches(seed)
-        params, opt_state, _ = apply_gradients(hyper, params, opt_state, grads, jnp.float32(0.5))
-        updates, reference_state = reference.update(grads, reference_state)
-        expected = optax.apply_updates(expected, updates)
-    chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-7)
-    tiny = hyper.replace(critic_learning_rate=1e-12)
-    still, *_ = apply_gradients(tiny, params, opt_state, branches(4), jnp.float32(1.0))
-    moved = {
-        n: float(jnp.max(jnp.abs(still[n]["kernel"] - p["kernel"]))) for n, p in params.items()
-    }
-    assert all(moved[name] < 1e-9 for name in critic)
-    assert all(moved[name] > 1e-4 for name in moved if name not in critic)
-
-
-@pytest.mark.parametrize("max_grad_norm", [0.1, 1e3])
-def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
-    # Adam forgets the size of its first gradient, except next to a large epsilon.
-    hyper = Hyper(learning_rate=1.0, max_grad_norm=max_grad_norm, adam_eps=1.0)
-    params, grads = branches(0), branches(1)
-    grads["policy"] = jax.tree.map(lambda g: 10 * g, grads["policy"])
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
-    stepped, _, reported = apply_gradients(
-        hyper, params, init_optimizer(hyper, params), grads, jnp.float32(1.0)
-    )
-    np.testing.assert_allclose(reported, norm, rtol=1e-6)
-    for name, grad in grads.items():
-        clipped = grad["kernel"] * min(1.0, max_grad_norm / norm)
-        expected = params[name]["kernel"] - clipped / (jnp.abs(clipped) + 1.0)
-        np.testing.assert_allclose(stepped[name]["kernel"], expected, rtol=0, atol=2e-5)
 
 
 POISONS = [("reward", float("nan")), ("reward", -float("inf")), ("obs", float("nan"))]
@@ -668,7 +349,7 @@ def test_a_step_that_is_not_finite_harms_nothing_else(poison, value):
     # The step before is followed by the value of its observation, and by nothing else.
     reward = steps.reward[1] / stats.return_scale(acted.return_stats)
     expected = reward + hyper.gamma * steps.value[2] - steps.value[1]
-    before = ppo.advantages(setup, acted, data, hyper)[1]
+    before = rollouts.advantages(setup, acted, data, hyper)[1]
     np.testing.assert_allclose(before[bad], expected[bad], rtol=1e-4, atol=1e-6)
     valid = np.asarray(steps.valid)
     updated = ppo.update_statistics(acted, steps, hyper)
@@ -768,8 +449,8 @@ def summary_of(value, advantage, ended=False, return_stats=None, valid=True, rew
         valid=full(valid),
     )
     episodes = Episode(full(ended), jnp.arange(value.size).reshape(shape) * 1.0, full(5))
-    losses = ppo.LossMetrics(*(jnp.array([x, 100.0]) for x in (1.0, 2.0, 3.0, 4.0, 0.5)))
-    updates = ppo.UpdateMetrics(
+    losses = LossMetrics(*(jnp.array([x, 100.0]) for x in (1.0, 2.0, 3.0, 4.0, 0.5)))
+    updates = UpdateMetrics(
         losses, jnp.array([6.0, 100.0]), jnp.array([7.0, 100.0]), jnp.array([True, False])
     )
     setup = make_setup(Config(**SMALL), TimeLimit())
@@ -823,12 +504,3 @@ def test_updates_that_were_skipped_are_not_averaged():
     assert metrics.clip_fraction == 0.5
     assert metrics.grad_norm == 6
     assert metrics.learning_rate == 7
-
-
-def test_a_vector_of_leaves_is_the_same_of_one_run_and_of_several():
-    own, shared = jnp.arange(12.0).reshape(2, 2, 3), jnp.array([7.0, 8.0])
-    vectors = jax.vmap(_as_vector, ({"own": 0, "shared": None},))({"own": own, "shared": shared})
-    for run in range(2):
-        alone = _as_vector({"own": own[run], "shared": shared})
-        np.testing.assert_array_equal(alone, [*own[run].ravel(), 7.0, 8.0])
-        np.testing.assert_array_equal(vectors[run], alone)

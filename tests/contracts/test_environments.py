@@ -15,7 +15,7 @@ from purejaxppo.config import config_directory
 from purejaxppo.distributions import draw_noise
 from purejaxppo.envs import Vectorized, load_settings
 from purejaxppo.envs.brax import backends, quietly
-from purejaxppo.ppo import truncation_window
+from purejaxppo.rollouts import truncation_window
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.train import make_setup, make_train
 from purejaxppo.validation import validate

@@ -1,0 +1,192 @@
+"""The second half of an iteration: epochs of minibatches, each a step of the optimiser."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from purejaxppo.agent import (
+    OptState,
+    adapt_learning_rate,
+    apply_gradients,
+    learning_rate_scale,
+)
+from purejaxppo.config import Config, Hyper
+from purejaxppo.devices import mean_over_devices
+from purejaxppo.losses import (
+    Coefficients,
+    LossMetrics,
+    Minibatch,
+    normalize_advantages,
+    ppo_loss,
+    sample_weights,
+)
+from purejaxppo.rollouts import Setup, advantages, num_microbatches, values
+from purejaxppo.types import PyTree, Rollout, TrainState, Transition
+
+
+class Learner(struct.PyTreeNode):
+    """What an update changes."""
+
+    params: PyTree
+    opt_state: OptState
+    stopped: Array  # [] bool: target_kl was exceeded, nothing more changes in this iteration
+
+
+class UpdateMetrics(struct.PyTreeNode):
+    """One minibatch's update in numbers."""
+
+    losses: LossMetrics
+    grad_norm: Array  # [] before clipping
+    learning_rate: Array  # [] the policy's
+    applied: Array  # [] bool, False: skipped because of target_kl
+
+
+def update(
+    setup: Setup,
+    state: TrainState,
+    data: Rollout,
+    advantage: Array,
+    hyper: Hyper,
+    remaining: Array,
+    order: Array,
+) -> tuple[Learner, UpdateMetrics]:
+    """Epochs of minibatches. Metrics are [updates].
+
+    Args:
+        advantage: [T, N].
+        remaining: [] 1 - i / iterations, for what is annealed.
+        order: from `draw`.
+    """
+    config, steps = setup.config, data.transitions
+    learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
+    minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
+    if config.minibatches == "sequences":
+        start = jnp.arange(config.num_steps, dtype=order.dtype) * config.num_envs
+        minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
+    if not config.recompute_advantages:
+        samples = _samples(config, steps, advantage, advantage + steps.value)
+        step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
+        return jax.lax.scan(step, learner, minibatches)
+    epoch = functools.partial(_epoch, setup, state, data, hyper, remaining)
+    epochs = minibatches.reshape(config.update_epochs, config.num_minibatches, -1)
+    learner, metrics = jax.lax.scan(epoch, learner, epochs)
+    return learner, jax.tree.map(jnp.ravel, metrics)
+
+
+def _samples(config: Config, steps: Transition, advantage: Array, target: Array) -> Minibatch:
+    """[T * N, ...] what minibatches are picked from; advantage and target are [T, N]."""
+    weight = sample_weights(steps.valid)
+    if config.normalize_advantages == "batch":
+        advantage = normalize_advantages(advantage, weight)
+    samples = Minibatch(
+        obs=steps.obs,
+        first=steps.first,
+        noise=steps.noise,
+        action=steps.action,
+        log_prob=steps.log_prob,
+        value=steps.value,
+        advantage=advantage,
+        target=target,
+        weight=weight,
+    )
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+
+
+def _epoch(
+    setup: Setup,
+    state: TrainState,
+    data: Rollout,
+    hyper: Hyper,
+    remaining: Array,
+    learner: Learner,
+    minibatches: Array,
+) -> tuple[Learner, UpdateMetrics]:
+    """One pass over the rollout [M, B], with advantages and targets by the values it begins with.
+
+    Andrychowicz et al. (2021), "What matters for on-policy deep actor-critic methods?", 3.5. Values
+    are clipped around those of the rollout, as ratios are.
+    """
+    now = state.replace(params=learner.params)
+    value = values(setup, now, data.transitions)
+    revalued = data.replace(transitions=data.transitions.replace(value=value))
+    advantage = advantages(setup, now, revalued, hyper)
+    samples = _samples(setup.config, data.transitions, advantage, advantage + value)
+    step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
+    return jax.lax.scan(step, learner, minibatches)
+
+
+def _update_minibatch(
+    setup: Setup,
+    state: TrainState,
+    samples: Minibatch,
+    hyper: Hyper,
+    remaining: Array,
+    learner: Learner,
+    index: Array,
+) -> tuple[Learner, UpdateMetrics]:
+    """One step of the optimiser, on the samples [T * N, ...] that index [B] picks."""
+    config = setup.config
+    batch = jax.tree.map(lambda x: x[index], samples)
+    batch = batch.replace(weight=sample_weights(batch.weight > 0))
+    if config.normalize_advantages == "minibatch":
+        batch = batch.replace(advantage=normalize_advantages(batch.advantage, batch.weight))
+    coef = coefficients(config, hyper, remaining)
+    gradients = functools.partial(_gradients, setup, state, learner.params, coef)
+    grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
+    opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
+    scale = learning_rate_scale(config, opt_state, remaining)
+    params, opt_state, norm = apply_gradients(hyper, learner.params, opt_state, grads, scale)
+    stepped = Learner(params, opt_state, learner.stopped)
+    if hyper.target_kl is not None:
+        stopped = learner.stopped | (losses.approx_kl > hyper.target_kl)
+        stepped = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), learner, stepped)
+        stepped = stepped.replace(stopped=stopped)
+    return stepped, UpdateMetrics(
+        losses=losses,
+        grad_norm=norm,
+        learning_rate=hyper.learning_rate * scale,
+        applied=~stepped.stopped,
+    )
+
+
+def mean_over_parts(function: Callable[[PyTree], PyTree], batch: PyTree, parts: int) -> PyTree:
+    """The mean of what a function gives for equal parts of a batch [B, ...], one after another."""
+    if parts == 1:
+        return function(batch)
+    batches = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], batches))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = jax.lax.scan(
+        lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), zeros, batches
+    )
+    return jax.tree.map(lambda x: x / parts, total)
+
+
+def _gradients(
+    setup: Setup, state: TrainState, params: PyTree, coef: Coefficients, batch: Minibatch
+) -> tuple[PyTree, LossMetrics]:
+    return jax.grad(_loss, has_aux=True)(params, setup, state, batch, coef)
+
+
+def _loss(
+    params: PyTree, setup: Setup, state: TrainState, batch: Minibatch, coef: Coefficients
+) -> tuple[Array, LossMetrics]:
+    output = setup.agent.apply(params, state.obs_stats, batch.obs, state.carry, batch.first)
+    return ppo_loss(output.policy, output.value, batch, coef)
+
+
+def coefficients(config: Config, hyper: Hyper, remaining: Array) -> Coefficients:
+    """The loss's coefficients, annealed where asked for; remaining [] is 1 - i / iterations."""
+    clip = remaining if config.anneal_clip_eps else 1.0
+    return Coefficients(
+        clip_eps=hyper.clip_eps * clip,
+        value_clip_eps=None if hyper.value_clip_eps is None else hyper.value_clip_eps * clip,
+        ent_coef=hyper.ent_coef * (remaining if config.anneal_ent_coef else 1.0),
+        vf_coef=hyper.vf_coef,
+    )
