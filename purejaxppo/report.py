@@ -218,7 +218,7 @@ def make_curve(runs: list[Curve]) -> Curve:
 
 
 def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Writes `summary.json`, the plots and, for a sweep, its table and best setting.
+    """Writes `summary.json`, for a sweep its table and best setting, and the plots.
 
     Args:
         facts: what the tables do not say; `diverged_runs` is among it.
@@ -237,9 +237,9 @@ def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "settings": [result.outcome.statistics() for result in report.ranked],
     }
     write_summary(run_dir / "summary.json", summary)
-    draw(report)
     if report.settings.run.sweep:
         write_sweep(report)
+    draw(report)  # last: no table is lost where there is nothing to draw with
     return summary
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -149,6 +150,16 @@ def test_episodes_that_were_given_up_are_told(run_dirs, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "evaluation, 128 episodes a run" in shown
     assert "130 episodes were given up after 10,000 steps" in shown
+
+
+def test_a_plot_that_fails_costs_no_table(run_dirs, tmp_path, monkeypatch):
+    """As where Matplotlib cannot be imported."""
+    shutil.copytree(run_dirs / "a", tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="matplotlib"):
+        write_reports(tmp_path / "a", {"diverged_runs": [3]})
+    for name in ("summary.json", "sweep.csv", "best.yaml"):
+        assert (tmp_path / "a" / name).stat().st_size
 
 
 def test_a_setting_without_an_evaluation_is_not_ranked_by_its_training(run_dirs, tmp_path):
