@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ EVALUATION_COLUMNS = [
 Follow = Callable[[list[dict[str, Any]]], None]
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What fails, as on a full disk, says which file it is: one that is open does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 class Table:
     """A CSV file with a header; what is not a finite number stays empty.
 
@@ -41,12 +51,13 @@ class Table:
     def __init__(
         self, path: Path, columns: list[str], goes_on: bool = False, follow: Follow | None = None
     ) -> None:
-        self._columns, self._follow = columns, follow
+        self._path, self._columns, self._follow = path, columns, follow
         self._file = path.open("a" if goes_on else "x", newline="")
         self._writer = csv.writer(self._file)
-        if not self._file.tell():
-            self._writer.writerow(columns)
-        self._file.flush()
+        with naming(self._path):
+            if not self._file.tell():
+                self._writer.writerow(columns)
+            self._file.flush()
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Appends rows and hands them to the operating system.
@@ -54,21 +65,22 @@ class Table:
         Raises:
             OSError: that takes no more.
         """
-        try:
+        with naming(self._path):
             for row in rows:
                 self._writer.writerow([_cell(row[column]) for column in self._columns])
             self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._file.name) from None
         if self._follow is not None:
             self._follow(rows)
 
     def sync(self) -> None:
         """Brings all rows to the disk."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        """Tries once more what the operating system has not taken."""
+        with naming(self._path):
+            self._file.close()
 
 
 class Tables:
@@ -114,10 +126,11 @@ class Tables:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.metrics.close()
-        self.evaluation.close()
-        if self._trackers is not None:
-            self._trackers.close()
+        with contextlib.ExitStack() as stack:  # each, whatever becomes of the others
+            if self._trackers is not None:
+                stack.callback(self._trackers.close)
+            stack.callback(self.evaluation.close)
+            stack.callback(self.metrics.close)
 
 
 def keep_rows(path: Path, kept: dict[int, dict[str, int]], target: Path | None = None) -> None:

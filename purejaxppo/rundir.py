@@ -23,7 +23,7 @@ from purejaxppo import checkpoint
 from purejaxppo.checkpoint import Checkpoint, Writer
 from purejaxppo.config import Settings, read_settings
 from purejaxppo.envs import full_name
-from purejaxppo.loggers import keep_rows
+from purejaxppo.loggers import keep_rows, naming
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 from purejaxppo.values import ConfigError
 
@@ -283,8 +283,9 @@ def write_config(path: Path, settings: Settings) -> None:
 def write_whole(path: Path, text: str) -> None:
     """A file that is never seen half written."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
+    with naming(path):
+        part.write_text(text)
+        os.replace(part, path)
 
 
 # What decides what is trained; all else may be changed when a training goes on.

@@ -2,13 +2,14 @@
 
 import csv
 import itertools
+import os
 import types
 
 import numpy as np
 import pytest
 
 from purejaxppo.config import Config, Hyper
-from purejaxppo.loggers import EvaluationTable, MetricsTable, Tables, pool
+from purejaxppo.loggers import METRICS_COLUMNS, EvaluationTable, MetricsTable, Tables, pool
 from purejaxppo.sweep import Run, Setting
 from purejaxppo.types import Metrics
 
@@ -86,6 +87,21 @@ def test_a_table_is_never_overwritten(tmp_path):
     with pytest.raises(FileExistsError):
         Tables(tmp_path, {})
     assert (tmp_path / "metrics.csv").read_text() == "precious"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+def test_a_table_that_does_not_fit_is_named_and_the_others_are_closed(tmp_path):
+    """What was not taken is tried again when it is closed, and fails again."""
+    tables = Tables(tmp_path, {})
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, tables.metrics._file.fileno())
+    os.close(full)
+    row = dict.fromkeys(METRICS_COLUMNS, 1.0)
+    with pytest.raises(OSError, match=r"metrics\.csv"):
+        tables.metrics.write([row])
+    with pytest.raises(OSError, match=r"metrics\.csv"):
+        tables.__exit__()
+    assert tables.evaluation._file.closed
 
 
 def test_unfinished_episodes_do_not_count(tmp_path):
