@@ -140,9 +140,11 @@ def _act(
     )
     final_obs = actor.final_obs
     if window := truncation_window(env):
-        slot = t // window
+        slot = t // window if len(final_obs) > 1 else 0  # of one, no copy is made
         mask = timestep.truncated.reshape(batch + (1,) * (obs.ndim - 1))
-        final_obs = final_obs.at[slot].set(jnp.where(mask, timestep.obs, final_obs[slot]))
+        before = jax.lax.dynamic_index_in_dim(final_obs, slot, keepdims=False)
+        now = jnp.where(mask, timestep.obs, before)
+        final_obs = jax.lax.dynamic_update_index_in_dim(final_obs, now, slot, axis=0)
     return Actor(env_state, episode.ended, output.carry, final_obs), (transition, episode)
 
 
