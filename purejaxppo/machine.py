@@ -235,11 +235,16 @@ def versions() -> dict[str, str]:
 
 
 def device_name() -> str:
-    """Kind and platform of the devices; of CPUs the model, where the system says it."""
+    """Kind and platform of the devices; of CPUs the model and its widest vectors, where the system says it.
+
+    XLA compiles for those, and models of one name may differ in them: so in rounding, and in speed by two.
+    """
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
         with contextlib.suppress(OSError, StopIteration):
             lines = Path("/proc/cpuinfo").read_text().splitlines()
             kind = next(line for line in lines if line.startswith("model name")).split(": ")[1]
+            flags = next(line for line in lines if line.startswith("flags")).split()
+            kind += " with AVX-512" if "avx512f" in flags else ""
     return f"{kind} ({device.platform})"

@@ -1,4 +1,4 @@
-"""What stops a training: signals, a terminal that is gone, and being killed."""
+"""What stops a training: signals, a terminal that is gone, and being killed; and what a machine is called."""
 
 import json
 import os
@@ -178,3 +178,17 @@ def test_killed_twenty_times_and_yet_the_same(tmp_path):
         assert process.returncode == 0, err
     assert not any(saved.glob("*tmp*"))
     assert_same(path, whole)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("model name : A\nflags : sse avx2 avx512f\n", "A with AVX-512"),
+        ("model name : A\nflags : sse avx2\n", "A"),
+        ("model name : A\nFeatures : neon\n", "A"),
+        ("processor : 0\n", "cpu"),
+    ],
+)
+def test_a_cpu_is_called_by_its_model_and_its_widest_vectors(monkeypatch, said, kind):
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: said)
+    assert machine.device_name() == f"{kind} (cpu)"
