@@ -201,14 +201,14 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Throughput",
         "",
-        f"Made by `python -m benchmarks.throughput`: {first['device']}, {platform.machine()}, jax "
+        f"Made by `python -m benchmarks.throughput`: {platform.machine()}, jax "
         f"{first['versions']['jax']}; one run with the shipped settings but for N "
         "environments and T steps. Medians, and the spread (largest less smallest) of an iteration "
         "in per cent.",
         "",
-        "| environment | cores | N x T | steps/s | trace, compile | first iteration | iteration "
+        "| environment | device | cores | N x T | steps/s | trace, compile | first iteration | iteration "
         "| spread | draw, rollout, advantages, update | peak memory |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         middle = np.median(r["iteration"])
@@ -218,7 +218,7 @@ def table(results: list[dict[str, Any]]) -> str:
             for part in ("draw", "rollout", "advantages", "update")
         )
         lines.append(
-            f"| {r['env']} | {r['cores']} | {r['num_envs']} x {r['num_steps']} "
+            f"| {r['env']} | {r['device']} | {r['cores']} | {r['num_envs']} x {r['num_steps']} "
             f"| {r['steps_per_second']:,.0f} | {r['trace']:.1f} s, {r['compile']:.1f} s "
             f"| {1000 * r['first_iteration']:.1f} ms | {1000 * middle:.2f} ms | {spread:.0f}% "
             f"| {inside} ms | {r['peak_bytes'] / 2**30:.2f} GiB |"
@@ -229,15 +229,15 @@ def table(results: list[dict[str, Any]]) -> str:
         "its activations at that of tanh, its bytes at that of a copy of 64 MiB, all measured in the "
         "same run. Above 100% is what stays in the cache, as the parameters do.",
         "",
-        "| environment | cores | N x T | products, activations, bytes | least | measured | fraction |",
-        "|---|---|---|---|---|---|---|",
+        "| environment | device | cores | N x T | products, activations, bytes | least | measured | fraction |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         least = ", ".join(
             f"{1000 * r[f'least_{part}']:.2f}" for part in ("products", "activations", "bytes")
         )
         lines.append(
-            f"| {r['env']} | {r['cores']} | {r['num_envs']} x {r['num_steps']} | {least} ms "
+            f"| {r['env']} | {r['device']} | {r['cores']} | {r['num_envs']} x {r['num_steps']} | {least} ms "
             f"| {1000 * r['least_update']:.2f} ms | {1000 * np.median(r['update']):.2f} ms "
             f"| {100 * r['fraction']:.0f}% |"
         )
