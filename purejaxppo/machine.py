@@ -237,7 +237,7 @@ def versions() -> dict[str, str]:
 def device_name() -> str:
     """Kind and platform of the devices; of CPUs the model and its widest vectors, where the system says it.
 
-    XLA compiles for those, and models of one name may differ in them: so in rounding, and in speed by two.
+    XLA compiles for those, and rounds with them as it does; models of one name may differ in them.
     """
     device = jax.devices()[0]
     kind = device.device_kind
