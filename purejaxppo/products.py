@@ -8,17 +8,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-_FEW = 4  # outputs, up to which products are made of vectors
+# Up to which products are made of vectors.
+_FEW_OUTPUTS = 4
+_FEW_INPUTS = 8
 
 
 @jax.custom_vjp
 def multiply(x: Array, kernel: Array) -> Array:
     """[..., P] @ [P, F], of which CPUs take the gradient fast.
 
-    With few outputs, as of a policy's head, a CPU is faster with a product of x and a vector for each.
+    With few outputs, as of a policy's head, a CPU is faster with a product of x and a vector for each,
+    with few inputs, as of a first layer, with a sum of vectors: it is fused with what comes next.
     """
-    if _is_narrow(kernel):
+    inputs, outputs = kernel.shape
+    if _on_cpu() and outputs <= _FEW_OUTPUTS:
         return jnp.stack([x @ column for column in kernel.T], axis=-1)
+    if _on_cpu() and inputs <= _FEW_INPUTS:
+        return _sum_of_vectors(x, kernel)
     return x @ kernel
 
 
@@ -30,21 +36,19 @@ def _backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     """The gradients x.T @ grad of the kernel, and grad @ kernel.T of x.
 
     On CPUs the smaller factor is transposed into a copy first: XLA would multiply x's transpose as it
-    lies, at half the speed, and a large kernel's at a fifth. Sums over few outputs are fused with what comes next.
+    lies, at half the speed, and a large kernel's at a fifth.
     """
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    on_cpu = jax.default_backend() == "cpu"
-    if not on_cpu:
+    if not _on_cpu():
         of_kernel = rows.T @ grads
     elif rows.size <= 2 * grads.size + kernel.size:
         of_kernel = _barrier(rows.T) @ grads
     else:
         of_kernel = _barrier(_barrier(grads.T) @ rows).T
-    if _is_narrow(kernel):
-        terms = [grad[..., i, None] * column for i, column in enumerate(kernel.T)]
-        of_x = functools.reduce(jnp.add, terms)
-    elif on_cpu and kernel.size > rows.size + grads.size:
+    if _on_cpu() and kernel.shape[-1] <= _FEW_OUTPUTS:
+        of_x = _sum_of_vectors(grad, kernel.T)
+    elif _on_cpu() and kernel.size > rows.size + grads.size:
         of_x = _barrier(kernel @ _barrier(grads.T)).T.reshape(x.shape)
     else:
         of_x = grad @ kernel.T
@@ -56,5 +60,10 @@ multiply.defvjp(_forward, _backward)
 _barrier = jax.lax.optimization_barrier
 
 
-def _is_narrow(kernel: Array) -> bool:
-    return jax.default_backend() == "cpu" and kernel.shape[-1] <= _FEW
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def _sum_of_vectors(x: Array, kernel: Array) -> Array:
+    """[..., P] @ [P, F] with small P."""
+    return functools.reduce(jnp.add, [x[..., i, None] * row for i, row in enumerate(kernel)])
