@@ -22,7 +22,8 @@ def multiply(x: Array, kernel: Array) -> Array:
     """
     inputs, outputs = kernel.shape
     if _on_cpu() and outputs <= _FEW_OUTPUTS:
-        return jnp.stack([x @ column for column in kernel.T], axis=-1)
+        columns = jax.lax.split(kernel, (1,) * outputs, axis=1)
+        return jnp.concatenate([x @ column for column in columns], axis=-1)
     if _on_cpu() and inputs <= _FEW_INPUTS:
         return _sum_of_vectors(x, kernel)
     return x @ kernel
@@ -65,5 +66,7 @@ def _on_cpu() -> bool:
 
 
 def _sum_of_vectors(x: Array, kernel: Array) -> Array:
-    """[..., P] @ [P, F] with small P."""
-    return functools.reduce(jnp.add, [x[..., i, None] * row for i, row in enumerate(kernel)])
+    """[..., P] @ [P, F] with small P, of outer products, which XLA multiplies number by number."""
+    ones = (1,) * len(kernel)
+    columns, rows = jax.lax.split(x, ones, axis=x.ndim - 1), jax.lax.split(kernel, ones)
+    return functools.reduce(jnp.add, [a @ b for a, b in zip(columns, rows, strict=True)])
