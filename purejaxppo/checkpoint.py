@@ -66,6 +66,9 @@ class Checkpoint:
             found = self.arrays.get(name)
             if found is None and shape.size == 0:
                 found = np.zeros(shape.shape, shape.dtype)
+            if found is not None and found.dtype != shape.dtype:  # of an older version, perhaps
+                same = found.astype(shape.dtype)
+                found = same if np.array_equal(same, found) else found
             if found is None or (found.shape, found.dtype) != (shape.shape, shape.dtype):
                 has = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
                 raise ConfigError(

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -406,6 +407,18 @@ def test_parameters_of_another_shape(copied):
     found = latest(copied)
     with pytest.raises(ConfigError, match=r"state\.params\.policy_head\.bias should be int32"):
         found.tree("state.params", {"policy_head": {"bias": np.zeros((1, 2), np.int32)}})
+
+
+def test_the_same_numbers_in_another_type():
+    """What an older version has saved in a wider type is read where nothing of it is lost."""
+    arrays = {"state.obs": np.array([0.0, 1.0], np.float32)}
+    found = checkpoint.Checkpoint(Path("there"), arrays, {"iteration": 1}, "")
+    read = found.tree("state", {"obs": np.zeros(2, bool)})["obs"]
+    assert read.dtype == bool
+    np.testing.assert_array_equal(read, [False, True])
+    arrays["state.obs"][0] = 0.5
+    with pytest.raises(ConfigError, match=r"state\.obs should be bool"):
+        found.tree("state", {"obs": np.zeros(2, bool)})
 
 
 def test_two_processes_in_one_directory(copied, capsys):

@@ -101,6 +101,27 @@ def test_resizing_keeps_what_is_in_the_image():
     np.testing.assert_array_equal(obs[:, :, 5:], 255)
 
 
+def test_booleans_stay_booleans_in_a_stack_and_become_grey_by_resizing():
+    @dataclass(frozen=True)
+    class Bits(Film):
+        """White below the topmost of four rows."""
+
+        observation_space: ClassVar[Box] = Box(0, 1, (4, 6, 3))
+
+        def frame(self, state):
+            return jnp.ones((4, 6, 3), bool).at[:1].set(False)
+
+    bits = Bits(may_truncate=True)
+    stacked = play(envs.vectorize(Config(num_envs=2, frame_stack=2), bits), steps=2)[0]
+    assert stacked.dtype == bool
+    assert not stacked[..., 0, :, :].any()
+    assert stacked[..., 1:, :, :].all()
+    halved = play(envs.vectorize(Config(num_envs=2, resize=(2, 6)), bits), steps=2)[0]
+    assert halved.dtype == np.float32
+    assert (halved[..., 0, :, :] > 0).all()
+    assert (halved[..., 0, :, :] < 1).all()
+
+
 def test_nothing_is_added_where_nothing_is_asked_for():
     assert not isinstance(vector(), Images)
     assert hash(vector(frame_stack=2)) == hash(vector(frame_stack=2))

@@ -251,9 +251,9 @@ class Vectorized:
         return Starts(*start(key))
 
     def _cast(self, obs: Array) -> Array:
-        """Bytes as they are, other integers as int32, everything else as float32."""
+        """Bytes and booleans as they are, other integers as int32, everything else as float32."""
         obs = jnp.asarray(obs)
-        if obs.dtype == jnp.uint8:
+        if obs.dtype in (jnp.uint8, jnp.bool):
             return obs
         integer = jnp.issubdtype(obs.dtype, jnp.integer)
         return obs.astype(jnp.int32 if integer else jnp.float32)

@@ -57,10 +57,12 @@ class GymnaxEnvironment:
     Args:
         env: in Gymnax's style.
         params: its parameters, the default ones where None.
+        binary: observations of zeros and ones, which are kept as booleans.
     """
 
-    def __init__(self, env: Any, params: Any = None) -> None:
+    def __init__(self, env: Any, params: Any = None, binary: bool = False) -> None:
         self._env = env
+        self._binary = binary
         self._params = env.default_params if params is None else params
         observations, actions = _spaces(env, self._params)
         self.observation_space = convert_space(observations)
@@ -89,7 +91,7 @@ class GymnaxEnvironment:
         name = type(self._env).__name__
         obs, *rest = unpacked(name, method, given, *parts)
         try:
-            return jnp.asarray(obs), *rest
+            return jnp.asarray(obs, bool if self._binary else None), *rest
         except (TypeError, ValueError):
             raise ConfigError(
                 f"{name}: its {method} gives {type(obs).__name__} first: must be "
@@ -105,14 +107,16 @@ def make(name: str, env_args: dict[str, Any]) -> GymnaxEnvironment:
     """
     factory = _import_gymnax().registration._registry[name]
     with explained(name, env_args):
-        env = build(name, factory, env_args)
+        env = build(name, factory, env_args, binary=name.endswith("-MinAtar"))
         if env_args:
             check_environment(name, env)
         return env
 
 
-def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironment:
-    """An environment of Gymnax's style from its class; see `make`."""
+def build(
+    name: str, factory: Any, env_args: dict[str, Any], binary: bool = False
+) -> GymnaxEnvironment:
+    """An environment of Gymnax's style from its class; see `make` and `GymnaxEnvironment`."""
     accepted = set(inspect.signature(factory).parameters)
     try:
         with explained(name, env_args):
@@ -128,7 +132,7 @@ def build(name: str, factory: Any, env_args: dict[str, Any]) -> GymnaxEnvironmen
     for argument, value in changes.items():
         if _is_number(getattr(params, argument)) and not _is_number(value):
             raise ConfigError(f"--env-args {argument}={value}: must be a number")
-    return GymnaxEnvironment(env, dataclasses.replace(params, **changes))
+    return GymnaxEnvironment(env, dataclasses.replace(params, **changes), binary)
 
 
 def _is_number(value: Any) -> bool:

@@ -117,7 +117,7 @@ class Images:
         return jnp.tile(self._prepared(obs), self.frame_stack)
 
     def _prepared(self, obs: Array) -> Array:
-        """[N, H, W, C] of the environment's images, in their dtype."""
+        """[N, H, W, C] of the environment's images, in their dtype unless booleans become grey."""
         image = obs
         if self.grayscale:
             image = jnp.dot(image.astype(jnp.float32), jnp.array(_LUMA))[..., None]
@@ -125,8 +125,8 @@ class Images:
             shape = (len(obs), *self.resize, image.shape[-1])
             image = jax.image.resize(image.astype(jnp.float32), shape, "linear")
         if jnp.issubdtype(obs.dtype, jnp.integer):
-            image = jnp.round(image)
-        return image.astype(obs.dtype)
+            image = jnp.round(image).astype(obs.dtype)
+        return image
 
 
 def of_environment(state: PyTree) -> PyTree:

@@ -137,7 +137,7 @@ def _check_observations(space, obs):
         assert ((obs >= 0) & (obs < space.n)).all()
     else:
         kept = space.dtype == "uint8"  # bytes stay bytes
-        assert obs.dtype in ((np.uint8,) if kept else (np.float32, np.int32))
+        assert obs.dtype in ((np.uint8,) if kept else (np.float32, np.int32, np.bool))
 
 
 def _check_clock(vector, timestep, episode):
@@ -167,6 +167,35 @@ def settings_of(path):
 
 
 MINATAR = [name for name in GYMNAX if name.endswith("-MinAtar")]  # all have the same settings
+
+
+@pytest.mark.parametrize("name", MINATAR)
+def test_minatar_is_zeros_and_ones(name):
+    """Nothing is lost where what Gymnax gives as float32 is kept as booleans."""
+    import gymnax
+
+    theirs, params = gymnax.make(name)
+
+    def step(state, key):
+        action = jax.random.randint(key, (), 0, theirs.num_actions)
+        obs, state, *_ = theirs.step(key, state, action, params)
+        return state, obs
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @jax.vmap
+    def play(key):
+        first, state = theirs.reset(key, params)
+        return first, jax.lax.scan(step, state, jax.random.split(key, 200))[1]
+
+    keys = jax.random.split(jax.random.key(3), 16)
+    first, obs = play(keys)
+    assert obs.dtype == np.float32
+    assert set(np.unique(obs)) == {0, 1}
+    _, ours = jax.vmap(envs.make(name, {}).reset)(keys)
+    assert ours.dtype == bool
+    np.testing.assert_array_equal(ours, first)
+
+
 # Those outside of the program have tests of their own.
 EXTERNAL = ("/atari/", "/mujoco/", "/box2d/", "/atari_")
 TRAINED = [
