@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 import purejaxppo
-from purejaxppo import processes
+from purejaxppo import cpu, processes
 from purejaxppo.config import RunOptions
 from purejaxppo.values import ConfigError, parse_bytes
 
@@ -242,9 +242,5 @@ def device_name() -> str:
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            kind = next(line for line in lines if line.startswith("model name")).split(": ")[1]
-            flags = next(line for line in lines if line.startswith("flags")).split()
-            kind += " with AVX-512" if "avx512f" in flags else ""
+        kind = (cpu.model() or kind) + (" with AVX-512" if cpu.has_avx512() else "")
     return f"{kind} ({device.platform})"

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from purejaxppo.cpu import has_avx512
+
 # Up to which products are made of vectors.
 _FEW_OUTPUTS = 4
 _FEW_INPUTS = 8
@@ -34,26 +36,40 @@ def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    """The gradients x.T @ grad of the kernel, and grad @ kernel.T of x.
-
-    On CPUs the smaller factor is transposed into a copy first: XLA would multiply x's transpose as it
-    lies, at half the speed, and a large kernel's at a fifth.
-    """
+    """The gradients grad @ kernel.T of x, and x.T @ grad of the kernel."""
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     if not _on_cpu():
-        of_kernel = rows.T @ grads
-    elif rows.size <= 2 * grads.size + kernel.size:
-        of_kernel = _barrier(rows.T) @ grads
-    else:
-        of_kernel = _barrier(_barrier(grads.T) @ rows).T
-    if _on_cpu() and kernel.shape[-1] <= _FEW_OUTPUTS:
-        of_x = _sum_of_vectors(grad, kernel.T)
-    elif _on_cpu() and kernel.size > rows.size + grads.size:
-        of_x = _barrier(kernel @ _barrier(grads.T)).T.reshape(x.shape)
-    else:
-        of_x = grad @ kernel.T
-    return of_x, of_kernel
+        return grad @ kernel.T, rows.T @ grads
+    return _of_x(grads, kernel).reshape(x.shape), _of_kernel(rows, grads)
+
+
+def _of_kernel(x: Array, grad: Array) -> Array:
+    """[P, F] x.T @ grad on CPUs, of x [B, P] and grad [B, F].
+
+    The smaller of both is transposed into a copy first: XLA would multiply x's transpose as it lies, at
+    half the speed. With AVX-512 a smaller grad, unless of few outputs, needs none: oneDNN, which takes
+    it as it lies, is faster than what multiplies copies.
+    """
+    inputs, outputs = x.shape[-1], grad.shape[-1]
+    if x.size <= 2 * grad.size + inputs * outputs:
+        return _barrier(x.T) @ grad
+    if outputs > _FEW_OUTPUTS and has_avx512():
+        return _barrier(grad.T @ x).T
+    return _barrier(_barrier(grad.T) @ x).T
+
+
+def _of_x(grad: Array, kernel: Array) -> Array:
+    """[B, P] grad @ kernel.T on CPUs, of grad [B, F] and the kernel [P, F].
+
+    XLA multiplies a large kernel's transpose at a fifth of the speed, so grad's is taken there.
+    """
+    inputs, outputs = kernel.shape
+    if outputs <= _FEW_OUTPUTS:
+        return _sum_of_vectors(grad, kernel.T)
+    if kernel.size > len(grad) * (inputs + outputs):
+        return _barrier(kernel @ _barrier(grad.T)).T
+    return grad @ kernel.T
 
 
 multiply.defvjp(_forward, _backward)

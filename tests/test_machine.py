@@ -23,7 +23,7 @@ from trainings import (
     wait_for,
 )
 
-from purejaxppo import checkpoint, host, loop, machine
+from purejaxppo import checkpoint, cpu, host, loop, machine
 
 
 @pytest.fixture
@@ -190,5 +190,5 @@ def test_killed_twenty_times_and_yet_the_same(tmp_path):
     ],
 )
 def test_a_cpu_is_called_by_its_model_and_its_widest_vectors(monkeypatch, said, kind):
-    monkeypatch.setattr(machine.Path, "read_text", lambda path: said)
+    monkeypatch.setattr(cpu, "_cpuinfo", lambda: said)
     assert machine.device_name() == f"{kind} (cpu)"

@@ -6,15 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from purejaxppo import products
 from purejaxppo.products import multiply
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize(("backend", "wide"), [("cpu", False), ("cpu", True), ("gpu", False)])
 @pytest.mark.parametrize(
-    ("steps", "inputs", "features"), [(5, 3, 8), (5, 8, 1), (5, 8, 4), (5, 8, 5), (1, 9, 9)]
+    ("steps", "inputs", "features"),
+    [(5, 3, 8), (5, 8, 1), (5, 8, 4), (5, 8, 5), (1, 9, 9), (20, 30, 6)],
 )
-def test_products_and_their_gradients(monkeypatch, backend, steps, inputs, features):
+def test_products_and_their_gradients(monkeypatch, backend, wide, steps, inputs, features):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(products, "has_avx512", lambda: wide)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(steps, 4, inputs)).astype(np.float32)
     kernel = rng.normal(size=(inputs, features)).astype(np.float32)
