@@ -108,7 +108,7 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
 def _scan_rows(
     step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], carry: PyTree, steps: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """`jax.lax.scan`, that carries arrays of several dimensions as rows.
+    """`jax.lax.scan`, between whose steps arrays of more than two dimensions are rows.
 
     XLA for CPUs computes [N, 400] in vectors and [N, 10, 10, 4] number by number.
     """
@@ -117,15 +117,15 @@ def _scan_rows(
     def shaped(rows: list[Array]) -> PyTree:
         return treedef.unflatten(x.reshape(y.shape) for x, y in zip(rows, leaves, strict=True))
 
-    def as_rows(carry: PyTree) -> list[Array]:
+    def as_rows(tree: PyTree) -> list[Array]:
         return [
             x.reshape(len(x), math.prod(x.shape[1:])) if x.ndim > 2 else x
-            for x in jax.tree.leaves(carry)
+            for x in jax.tree.leaves(tree)
         ]
 
     def step_of_rows(rows: list[Array], inputs: PyTree) -> tuple[list[Array], PyTree]:
-        carry, outputs = step(shaped(rows), inputs)
-        return as_rows(carry), outputs
+        after, outputs = step(shaped(rows), inputs)
+        return as_rows(after), outputs
 
     rows, outputs = jax.lax.scan(step_of_rows, as_rows(carry), steps)
     return shaped(rows), outputs
