@@ -59,7 +59,8 @@ class Checkpoint:
         """The arrays saved with `flatten(prefix, tree)`, as a tree like `shapes`.
 
         Raises:
-            ConfigError: they are not of these shapes and types: another configuration's.
+            ConfigError: they are not of these shapes, or not numbers of these types: another
+                configuration's.
         """
         leaves = []
         for name, shape in _named(prefix, shapes):
