@@ -103,7 +103,6 @@ def timed_chunk(
 def parts(setup: rollouts.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
     """Rollout, advantages and update, each as a program of its own, with its random numbers drawn."""
     hyper = as_arrays(hyper)
-    remaining = jnp.ones(())
     options = {}
     if jax.default_backend() == "cpu":
         options["compiler_options"] = cpu_options(setup)
@@ -122,7 +121,7 @@ def parts(setup: rollouts.Setup, hyper: Any, repeats: int) -> dict[str, list[flo
     advantage = advantages(after, data)
     update = compiled(
         lambda state, data, advantage, order: updates.update(
-            setup, state, data, advantage, hyper, remaining, order
+            setup, state, data, advantage, hyper, order
         ),
         after, data, advantage, draws.order,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from purejaxppo.distributions import (
 )
 from purejaxppo.networks import ActorCritic, NetworkOutput, init_params
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
+from purejaxppo.types import Scalar
 from purejaxppo.values import ConfigError, show_cnn_layers
 
 # An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
@@ -245,13 +246,6 @@ def init_optimizer(hyper: Hyper, params: Any) -> OptState:
     return OptState(_adam(hyper).init(flat), adaptive_scale)
 
 
-def learning_rate_scale(config: Config, opt_state: OptState, remaining: Array) -> Array:
-    """[] what both learning rates are multiplied by; remaining [] is 1 - i / iterations."""
-    if opt_state.adaptive_scale is not None:
-        return opt_state.adaptive_scale
-    return remaining if config.anneal_learning_rate else jnp.ones(())
-
-
 def adapt_learning_rate(hyper: Hyper, opt_state: OptState, approx_kl: Array) -> OptState:
     """Slows down where the policy moved more than twice desired_kl, speeds up below half of it.
 
@@ -269,32 +263,31 @@ def adapt_learning_rate(hyper: Hyper, opt_state: OptState, approx_kl: Array) -> 
 
 
 def apply_gradients(
-    hyper: Hyper, params: Any, opt_state: OptState, grads: Any, scale: Array
-) -> tuple[Any, OptState, Array]:
+    hyper: Hyper, params: Any, opt_state: OptState, grads: Any
+) -> tuple[Any, OptState, Scalar, Array]:
     """One step of Adam on globally clipped gradients.
 
     The value network (with its torso, unless shared) has critic_learning_rate where one is given.
     Adam treats every parameter by itself, so this is a second optimiser for those parameters.
     All of them are one vector meanwhile: a few kernels instead of a few for each layer.
 
-    Args:
-        scale: [] from `learning_rate_scale`.
-
     Returns:
-        Parameters, optimiser state, and [] the gradients' norm before clipping.
+        Parameters, optimiser state, [] the policy's learning rate, and [] the gradients' norm before clipping.
     """
     flat_grads, unflatten = _as_vector(grads), ravel_pytree(params)[1]
     flat_updates: Any
     flat_updates, adam = _adam(hyper).update(flat_grads, opt_state.adam)
     updates = unflatten(flat_updates)
-    critic_rate = hyper.critic_learning_rate
+    rate, critic_rate = hyper.learning_rate, hyper.critic_learning_rate
     if critic_rate is None:
-        critic_rate = hyper.learning_rate
+        critic_rate = rate
+    if opt_state.adaptive_scale is not None:
+        rate, critic_rate = (opt_state.adaptive_scale * each for each in (rate, critic_rate))
     stepped = {}
     for name, branch in params.items():
-        rate = scale * (critic_rate if name in ("value", "value_head") else hyper.learning_rate)
-        stepped[name] = jax.tree.map(lambda p, u, r=rate: p - r * u, branch, updates[name])
-    return stepped, opt_state.replace(adam=adam), optax.tree.norm(flat_grads)
+        own = critic_rate if name in ("value", "value_head") else rate
+        stepped[name] = jax.tree.map(lambda p, u, r=own: p - r * u, branch, updates[name])
+    return stepped, opt_state.replace(adam=adam), rate, optax.tree.norm(flat_grads)
 
 
 @jax.custom_batching.custom_vmap

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from purejaxppo.config import Hyper
 from purejaxppo.devices import mean_over_devices
 from purejaxppo.distributions import Distribution
 from purejaxppo.types import Scalar
@@ -30,15 +31,6 @@ class Minibatch(struct.PyTreeNode):
     advantage: Array  # [B]
     target: Array  # [B] of the value function
     weight: Array  # [B] in every mean; 0: not valid, and left out of everything
-
-
-class Coefficients(struct.PyTreeNode):
-    """What weighs and clips the loss in this iteration, annealing applied."""
-
-    clip_eps: Scalar
-    value_clip_eps: Scalar | None  # None: value not clipped
-    ent_coef: Scalar
-    vf_coef: Scalar
 
 
 class LossMetrics(struct.PyTreeNode):
@@ -126,7 +118,7 @@ def normalize_advantages(advantage: Array, weight: Array) -> Array:
 
 
 def ppo_loss(
-    policy: Distribution, value: Array, batch: Minibatch, coef: Coefficients
+    policy: Distribution, value: Array, batch: Minibatch, hyper: Hyper
 ) -> tuple[Array, LossMetrics]:
     """The clipped surrogate objective with value loss and entropy bonus (2017, eq. 7 and 9).
 
@@ -136,6 +128,7 @@ def ppo_loss(
     Args:
         policy: of the B observations, under the current parameters.
         value: [B] likewise.
+        hyper: what weighs and clips the loss in this iteration, annealing applied.
 
     Returns:
         [] the loss to minimise, and its parts; of several devices or equal parts of a minibatch, to
@@ -149,20 +142,22 @@ def ppo_loss(
     valid = batch.weight > 0
     log_ratio = jnp.where(valid, log_prob - batch.log_prob, 0.0)
     ratio = jnp.exp(log_ratio)
-    clipped_ratio = jnp.clip(ratio, 1 - coef.clip_eps, 1 + coef.clip_eps)
+    clipped_ratio = jnp.clip(ratio, 1 - hyper.clip_eps, 1 + hyper.clip_eps)
     surrogate = jnp.minimum(ratio * batch.advantage, clipped_ratio * batch.advantage)
     target = jnp.where(valid, batch.target, 0.0)
     error = jnp.square(value - target)
-    if coef.value_clip_eps is not None:
+    if hyper.value_clip_eps is not None:
         old_value = jnp.where(valid, batch.value, 0.0)
-        move = jnp.clip(value - old_value, -coef.value_clip_eps, coef.value_clip_eps)
+        move = jnp.clip(value - old_value, -hyper.value_clip_eps, hyper.value_clip_eps)
         error = jnp.maximum(error, jnp.square(old_value + move - target))
     metrics = LossMetrics(
         policy_loss=-_own_mean(surrogate, batch.weight),
         value_loss=0.5 * _own_mean(error, batch.weight),
         entropy=_own_mean(policy.entropy(batch.noise), batch.weight),
         approx_kl=_own_mean(ratio - 1 - log_ratio, batch.weight),
-        clip_fraction=_own_mean(jnp.abs(ratio - 1) > coef.clip_eps, batch.weight),
+        clip_fraction=_own_mean(jnp.abs(ratio - 1) > hyper.clip_eps, batch.weight),
     )
-    loss = metrics.policy_loss + coef.vf_coef * metrics.value_loss - coef.ent_coef * metrics.entropy
+    loss = (
+        metrics.policy_loss + hyper.vf_coef * metrics.value_loss - hyper.ent_coef * metrics.entropy
+    )
     return loss, metrics

@@ -18,7 +18,7 @@ from purejaxppo.devices import split_keys
 from purejaxppo.losses import sample_weights, weighted_mean, weighted_var
 from purejaxppo.rollouts import Setup, advantages, clipped, draw, rollout
 from purejaxppo.types import Metrics, Rollout, Scalar, TrainState, Transition
-from purejaxppo.updates import UpdateMetrics, update
+from purejaxppo.updates import UpdateMetrics, annealed, update
 
 
 def init(setup: Setup, key: Array, hyper: Hyper) -> TrainState:
@@ -53,11 +53,11 @@ def iterate(
         hyper: of scalars.
         iterations: [] how many there are in all, over which annealing runs.
     """
-    remaining = 1.0 - state.iteration / iterations
+    now = annealed(setup.config, hyper, 1.0 - state.iteration / iterations)
     draws = draw(setup, jax.random.fold_in(state.key, state.iteration))
     state, data = rollout(setup, state, draws)
     advantage = advantages(setup, state, data, hyper)
-    learner, updates = update(setup, state, data, advantage, hyper, remaining, draws.order)
+    learner, updates = update(setup, state, data, advantage, now, draws.order)
     metrics = summarize(state, data, advantage, updates, hyper)
     state = update_statistics(state, data.transitions, hyper)
     return state.replace(
@@ -94,11 +94,7 @@ def summarize(
         episode_length=jnp.sum(jnp.where(episodes.ended, episodes.length, 0)) / count,
         episodes=count,
         value_mean=weighted_mean(steps.value, weight) * unit,
-        policy_loss=applied.losses.policy_loss,
-        value_loss=applied.losses.value_loss,
-        entropy=applied.losses.entropy,
-        approx_kl=applied.losses.approx_kl,
-        clip_fraction=applied.losses.clip_fraction,
+        **vars(applied.losses),
         explained_variance=jnp.where(target_var > 0, 1 - unexplained, jnp.nan),
         grad_norm=applied.grad_norm,
         learning_rate=applied.learning_rate,

@@ -14,12 +14,10 @@ from purejaxppo.agent import (
     OptState,
     adapt_learning_rate,
     apply_gradients,
-    learning_rate_scale,
 )
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import mean_over_devices
 from purejaxppo.losses import (
-    Coefficients,
     LossMetrics,
     Minibatch,
     normalize_advantages,
@@ -27,7 +25,7 @@ from purejaxppo.losses import (
     sample_weights,
 )
 from purejaxppo.rollouts import Setup, advantages, num_microbatches, values
-from purejaxppo.types import PyTree, Rollout, TrainState, Transition
+from purejaxppo.types import PyTree, Rollout, Scalar, TrainState, Transition
 
 
 class Learner(struct.PyTreeNode):
@@ -43,7 +41,7 @@ class UpdateMetrics(struct.PyTreeNode):
 
     losses: LossMetrics
     grad_norm: Array  # [] before clipping
-    learning_rate: Array  # [] the policy's
+    learning_rate: Scalar  # [] the policy's
     applied: Array  # [] bool, False: skipped because of target_kl
 
 
@@ -53,14 +51,13 @@ def update(
     data: Rollout,
     advantage: Array,
     hyper: Hyper,
-    remaining: Array,
     order: Array,
 ) -> tuple[Learner, UpdateMetrics]:
     """Epochs of minibatches. Metrics are [updates].
 
     Args:
         advantage: [T, N].
-        remaining: [] 1 - i / iterations, for what is annealed.
+        hyper: of this iteration, see `annealed`.
         order: from `draw`.
     """
     config, steps = setup.config, data.transitions
@@ -71,9 +68,9 @@ def update(
         minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
     if not config.recompute_advantages:
         samples = _samples(config, steps, advantage, advantage + steps.value)
-        step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
+        step = functools.partial(_update_minibatch, setup, state, samples, hyper)
         return jax.lax.scan(step, learner, minibatches)
-    epoch = functools.partial(_epoch, setup, state, data, hyper, remaining)
+    epoch = functools.partial(_epoch, setup, state, data, hyper)
     epochs = minibatches.reshape(config.update_epochs, config.num_minibatches, -1)
     learner, metrics = jax.lax.scan(epoch, learner, epochs)
     return learner, jax.tree.map(jnp.ravel, metrics)
@@ -103,7 +100,6 @@ def _epoch(
     state: TrainState,
     data: Rollout,
     hyper: Hyper,
-    remaining: Array,
     learner: Learner,
     minibatches: Array,
 ) -> tuple[Learner, UpdateMetrics]:
@@ -117,7 +113,7 @@ def _epoch(
     revalued = data.replace(transitions=data.transitions.replace(value=value))
     advantage = advantages(setup, now, revalued, hyper)
     samples = _samples(setup.config, data.transitions, advantage, advantage + value)
-    step = functools.partial(_update_minibatch, setup, state, samples, hyper, remaining)
+    step = functools.partial(_update_minibatch, setup, state, samples, hyper)
     return jax.lax.scan(step, learner, minibatches)
 
 
@@ -126,7 +122,6 @@ def _update_minibatch(
     state: TrainState,
     samples: Minibatch,
     hyper: Hyper,
-    remaining: Array,
     learner: Learner,
     index: Array,
 ) -> tuple[Learner, UpdateMetrics]:
@@ -136,12 +131,10 @@ def _update_minibatch(
     batch = batch.replace(weight=sample_weights(batch.weight > 0))
     if config.normalize_advantages == "minibatch":
         batch = batch.replace(advantage=normalize_advantages(batch.advantage, batch.weight))
-    coef = coefficients(config, hyper, remaining)
-    gradients = functools.partial(_gradients, setup, state, learner.params, coef)
+    gradients = functools.partial(_gradients, setup, state, learner.params, hyper)
     grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
     opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
-    scale = learning_rate_scale(config, opt_state, remaining)
-    params, opt_state, norm = apply_gradients(hyper, learner.params, opt_state, grads, scale)
+    params, opt_state, rate, norm = apply_gradients(hyper, learner.params, opt_state, grads)
     stepped = Learner(params, opt_state, learner.stopped)
     if hyper.target_kl is not None:
         stopped = learner.stopped | (losses.approx_kl > hyper.target_kl)
@@ -150,7 +143,7 @@ def _update_minibatch(
     return stepped, UpdateMetrics(
         losses=losses,
         grad_norm=norm,
-        learning_rate=hyper.learning_rate * scale,
+        learning_rate=rate,
         applied=~stepped.stopped,
     )
 
@@ -169,24 +162,22 @@ def mean_over_parts(function: Callable[[PyTree], PyTree], batch: PyTree, parts: 
 
 
 def _gradients(
-    setup: Setup, state: TrainState, params: PyTree, coef: Coefficients, batch: Minibatch
+    setup: Setup, state: TrainState, params: PyTree, hyper: Hyper, batch: Minibatch
 ) -> tuple[PyTree, LossMetrics]:
-    return jax.grad(_loss, has_aux=True)(params, setup, state, batch, coef)
+    return jax.grad(_loss, has_aux=True)(params, setup, state, batch, hyper)
 
 
 def _loss(
-    params: PyTree, setup: Setup, state: TrainState, batch: Minibatch, coef: Coefficients
+    params: PyTree, setup: Setup, state: TrainState, batch: Minibatch, hyper: Hyper
 ) -> tuple[Array, LossMetrics]:
     output = setup.agent.apply(params, state.obs_stats, batch.obs, state.carry, batch.first)
-    return ppo_loss(output.policy, output.value, batch, coef)
+    return ppo_loss(output.policy, output.value, batch, hyper)
 
 
-def coefficients(config: Config, hyper: Hyper, remaining: Array) -> Coefficients:
-    """The loss's coefficients, annealed where asked for; remaining [] is 1 - i / iterations."""
-    clip = remaining if config.anneal_clip_eps else 1.0
-    return Coefficients(
-        clip_eps=hyper.clip_eps * clip,
-        value_clip_eps=None if hyper.value_clip_eps is None else hyper.value_clip_eps * clip,
-        ent_coef=hyper.ent_coef * (remaining if config.anneal_ent_coef else 1.0),
-        vf_coef=hyper.vf_coef,
-    )
+def annealed(config: Config, hyper: Hyper, remaining: Array) -> Hyper:
+    """The hyperparameters of an iteration; remaining [] is 1 - i / iterations."""
+    names = ["learning_rate", "critic_learning_rate"] * config.anneal_learning_rate
+    names += ["clip_eps", "value_clip_eps"] * config.anneal_clip_eps
+    names += ["ent_coef"] * config.anneal_ent_coef
+    given = {name: getattr(hyper, name) for name in names if getattr(hyper, name) is not None}
+    return hyper.replace(**{name: value * remaining for name, value in given.items()})

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from purejaxppo.config import Hyper
 from purejaxppo.distributions import Categorical, Gaussian
 from purejaxppo.losses import (
-    Coefficients,
     Minibatch,
     gae,
     normalize_advantages,
@@ -230,7 +230,7 @@ def test_categorical_loss_and_gradients(coef):
         return numpy_loss(*categorical_log_prob_and_entropy(logits, action), value, batch, coef)
 
     def loss(logits, value):
-        return ppo_loss(Categorical(logits), value, minibatch(batch), Coefficients(**coef))
+        return ppo_loss(Categorical(logits), value, minibatch(batch), Hyper(**coef))
 
     expected, parts = reference(logits, value)
     (actual, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(
@@ -261,7 +261,7 @@ def test_gaussian_loss_and_gradients(coef):
 
     def loss(mean, log_std):
         policy = Gaussian(mean, log_std, jnp.full(2, -INF), jnp.full(2, INF))
-        return ppo_loss(policy, jnp.float32(value), minibatch(batch), Coefficients(**coef))[0]
+        return ppo_loss(policy, jnp.float32(value), minibatch(batch), Hyper(**coef))[0]
 
     actual, grads = jax.value_and_grad(loss, (0, 1))(jnp.float32(mean), jnp.float32(log_std))
     np.testing.assert_allclose(actual, reference(mean, log_std), rtol=1e-5)
@@ -289,9 +289,7 @@ def test_what_an_invalid_entry_holds_does_not_matter(field, poison):
     poisoned = clean | {field: np.where(clean["valid"], clean[field], poison)}
 
     def loss(logits, value, batch):
-        return ppo_loss(
-            Categorical(logits), value, minibatch(batch), Coefficients(**COEFFICIENTS[1])
-        )
+        return ppo_loss(Categorical(logits), value, minibatch(batch), Hyper(**COEFFICIENTS[1]))
 
     grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
     inputs = jnp.float32(logits), jnp.float32(value)
@@ -303,7 +301,7 @@ def test_a_batch_without_valid_entries_gives_no_gradient():
     batch["valid"][:] = False
 
     def loss(logits, value):
-        coef = Coefficients(**COEFFICIENTS[1])
+        coef = Hyper(**COEFFICIENTS[1])
         return ppo_loss(Categorical(logits), value, minibatch(batch), coef)[0]
 
     grads = jax.grad(loss, (0, 1))(jnp.ones((4, 3)), jnp.ones(4))
@@ -315,13 +313,11 @@ def test_ppo_loss_names_the_field_of_a_wrong_shape(name):
     batch = minibatch(random_batch(7, np.zeros(4), np.zeros(4, int), 4))
     batch = batch.replace(**{name: getattr(batch, name)[:, None]})
     with pytest.raises(AssertionError, match=rf"\b{name}\b"):
-        ppo_loss(
-            Categorical(jnp.zeros((4, 3))), jnp.zeros(4), batch, Coefficients(**COEFFICIENTS[0])
-        )
+        ppo_loss(Categorical(jnp.zeros((4, 3))), jnp.zeros(4), batch, Hyper(**COEFFICIENTS[0]))
 
 
 def test_ppo_loss_names_a_log_prob_of_a_wrong_shape():
     batch = minibatch(random_batch(8, np.zeros(4), np.zeros(4, int), 4))
     policy = Categorical(jnp.zeros((4, 1, 3)))
     with pytest.raises(AssertionError, match="log_prob"):
-        ppo_loss(policy, jnp.zeros(4), batch, Coefficients(**COEFFICIENTS[0]))
+        ppo_loss(policy, jnp.zeros(4), batch, Hyper(**COEFFICIENTS[0]))

@@ -14,7 +14,7 @@ from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.distributions import Categorical, Gaussian, MultiCategorical, TanhGaussian
-from purejaxppo.losses import Coefficients, Minibatch, ppo_loss
+from purejaxppo.losses import Minibatch, ppo_loss
 from purejaxppo.networks import orthogonal
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete
 from purejaxppo.values import ConfigError
@@ -188,12 +188,12 @@ def loss_gradient(shared, only):
         target=numbers[3],
         weight=jnp.ones(10),
     )
-    coef = Coefficients(0.2, None, 0.01, 0.5)
+    hyper = Hyper(clip_eps=0.2, ent_coef=0.01, vf_coef=0.5)
 
     def loss(params):
         output = apply(agent, params, batch.obs)
-        total, metrics = ppo_loss(output.policy, output.value, batch, coef)
-        value_loss = coef.vf_coef * metrics.value_loss
+        total, metrics = ppo_loss(output.policy, output.value, batch, hyper)
+        value_loss = hyper.vf_coef * metrics.value_loss
         return value_loss if only == "value" else total - value_loss
 
     norms = jax.tree.map(lambda g: float(jnp.max(jnp.abs(g))), jax.grad(loss)(params))

@@ -23,7 +23,7 @@ from purejaxppo.agent import (
 )
 from purejaxppo.config import Config, Hyper
 from purejaxppo.losses import Minibatch, normalize_advantages, ppo_loss
-from purejaxppo.updates import coefficients
+from purejaxppo.updates import annealed
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,7 @@ def plain_updates(experience, order, normalization, learning_rate):
 
         def loss(params):
             output = setup.agent.apply(params, None, batch.obs, (), batch.first)
-            coef = coefficients(setup.config, hyper, 1.0)
-            return ppo_loss(output.policy, output.value, batch, coef)
+            return ppo_loss(output.policy, output.value, batch, hyper)
 
         grads, losses = jax.grad(loss, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state)
@@ -93,23 +92,21 @@ def moments_of(adam):
     return {name: ravel_pytree(moment)[0] for name, moment in moments.items()}
 
 
-def run_update(experience, hyper, remaining=1.0, **options):
+def run_update(experience, hyper, **options):
     setup, state, data, advantage, _ = experience
     config = dataclasses.replace(setup.config, **options)
     order = permutations(7, config.update_epochs, config.batch_size)
     update = jit(updates.update, static_argnums=0)
-    learner, metrics = update(
-        setup._replace(config=config), state, data, advantage, hyper, remaining, order
-    )
+    learner, metrics = update(setup._replace(config=config), state, data, advantage, hyper, order)
     minibatches = config.update_epochs * config.num_minibatches
     return learner, metrics, order.reshape(minibatches, -1)
 
 
 @pytest.mark.parametrize("normalization", ["minibatch", "batch", "off"])
 def test_updates_are_those_of_plain_ppo(experience, normalization):
-    hyper = experience[-1]
+    setup, *_, hyper = experience
     learner, metrics, order = run_update(
-        experience, hyper, remaining=0.25, normalize_advantages=normalization
+        experience, annealed(setup.config, hyper, 0.25), normalize_advantages=normalization
     )
     assert len(order) == len(metrics.grad_norm) == 8
     history = plain_updates(experience, order, normalization, 0.25 * hyper.learning_rate)
@@ -203,17 +200,20 @@ def test_an_adaptive_learning_rate_is_used_and_kept():
     assert metrics.learning_rate < 1e-2
 
 
-def test_coefficients_anneal_where_asked_for():
-    hyper = Hyper(clip_eps=0.2, value_clip_eps=0.4, ent_coef=0.02, vf_coef=0.5)
-    plain = coefficients(Config(), hyper, 0.25)
-    assert (plain.clip_eps, plain.value_clip_eps, plain.ent_coef, plain.vf_coef) == (
-        0.2, 0.4, 0.02, 0.5,
-    )  # fmt: skip
-    config = Config(anneal_clip_eps=True, anneal_ent_coef=True)
-    annealed = coefficients(config, hyper, 0.25)
-    assert (annealed.clip_eps, annealed.value_clip_eps, annealed.ent_coef) == (0.05, 0.1, 0.005)
-    assert annealed.vf_coef == 0.5
-    assert coefficients(config, Hyper(), 0.25).value_clip_eps is None
+def test_hyperparameters_anneal_where_asked_for():
+    plain = Config(anneal_learning_rate=False)
+    options = {
+        "anneal_learning_rate": {"learning_rate": 0.1, "critic_learning_rate": 0.3},
+        "anneal_clip_eps": {"clip_eps": 0.2, "value_clip_eps": 0.4},
+        "anneal_ent_coef": {"ent_coef": 0.02},
+    }
+    hyper = Hyper(**{k: x for own in options.values() for k, x in own.items()})
+    assert annealed(plain, hyper, 0.25) == hyper
+    for option, own in options.items():
+        config = dataclasses.replace(plain, **{option: True})
+        expected = hyper.replace(**{name: value * 0.25 for name, value in own.items()})
+        assert annealed(config, hyper, 0.25) == expected
+        assert annealed(config, Hyper(), 0.25).value_clip_eps is None
 
 
 def branches(seed):
@@ -225,20 +225,24 @@ def branches(seed):
 
 def test_actor_and_critic_have_their_own_learning_rates():
     hyper = Hyper(learning_rate=0.01, critic_learning_rate=0.003, max_grad_norm=1.0)
+    half = hyper.replace(desired_kl=0.01)
     critic = ("value", "value_head")
     labels = {name: "critic" if name in critic else "actor" for name in branches(0)}
     adams = {"actor": optax.adam(0.5 * 0.01, eps=1e-5), "critic": optax.adam(0.5 * 0.003, eps=1e-5)}
     reference = optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(adams, labels))
     params = expected = branches(0)
-    opt_state, reference_state = init_optimizer(hyper, params), reference.init(params)
+    opt_state, reference_state = init_optimizer(half, params), reference.init(params)
+    opt_state = opt_state.replace(adaptive_scale=jnp.float32(0.5))
     for seed in (1, 2, 3):
         grads = branches(seed)
-        params, opt_state, _ = apply_gradients(hyper, params, opt_state, grads, jnp.float32(0.5))
+        params, opt_state, rate, _ = apply_gradients(half, params, opt_state, grads)
+        assert rate == pytest.approx(0.5 * 0.01)
         updates, reference_state = reference.update(grads, reference_state)
         expected = optax.apply_updates(expected, updates)
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-7)
     tiny = hyper.replace(critic_learning_rate=1e-12)
-    still, *_ = apply_gradients(tiny, params, opt_state, branches(4), jnp.float32(1.0))
+    opt_state = opt_state.replace(adaptive_scale=None)
+    still, *_ = apply_gradients(tiny, params, opt_state, branches(4))
     moved = {
         n: float(jnp.max(jnp.abs(still[n]["kernel"] - p["kernel"]))) for n, p in params.items()
     }
@@ -253,9 +257,7 @@ def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
     params, grads = branches(0), branches(1)
     grads["policy"] = jax.tree.map(lambda g: 10 * g, grads["policy"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
-    stepped, _, reported = apply_gradients(
-        hyper, params, init_optimizer(hyper, params), grads, jnp.float32(1.0)
-    )
+    stepped, *_, reported = apply_gradients(hyper, params, init_optimizer(hyper, params), grads)
     np.testing.assert_allclose(reported, norm, rtol=1e-6)
     for name, grad in grads.items():
         clipped = grad["kernel"] * min(1.0, max_grad_norm / norm)
@@ -270,11 +272,11 @@ def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
     state, data = rollouts.rollout(setup, state, draws)
     picked = []
 
-    def record(setup, state, samples, hyper, remaining, learner, index):
+    def record(setup, state, samples, hyper, learner, index):
         return learner, index
 
     monkeypatch.setattr(updates, "_update_minibatch", record)
-    _, picked = updates.update(setup, state, data, data.transitions.value, hyper, 1.0, draws.order)
+    _, picked = updates.update(setup, state, data, data.transitions.value, hyper, draws.order)
     assert picked.shape == (3 * 2, 8 * 4)  # T = 8 steps of 4 environments each
     for minibatch in np.asarray(picked):
         steps, environments = np.divmod(minibatch.reshape(8, 4), 8)
@@ -292,13 +294,13 @@ def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):
     state, data = rollouts.rollout(setup, state, draws)
     steps = data.transitions
 
-    def move(setup, state, samples, hyper, remaining, learner, index):
+    def move(setup, state, samples, hyper, learner, index):
         params = jax.tree.map(lambda x: x + 0.1, learner.params)
         return learner.replace(params=params), (samples.value, samples.advantage, samples.target)
 
     monkeypatch.setattr(updates, "_update_minibatch", move)
     nothing = jnp.full_like(steps.value, jnp.nan)  # those of the rollout are not asked for
-    learner, seen = updates.update(setup, state, data, nothing, hyper, 1.0, draws.order)
+    learner, seen = updates.update(setup, state, data, nothing, hyper, draws.order)
     old, advantage, target = (x.reshape(3, 2, *steps.value.shape) for x in seen)
     np.testing.assert_array_equal(old, jnp.broadcast_to(steps.value, old.shape))
     for epoch in range(3):
