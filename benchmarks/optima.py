@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import numpy as np
 
 _LAKE = "SFFFFHFHFFFHHFFG"
@@ -66,8 +68,8 @@ def gaussian_bandit(steps: int = 100) -> float:
     Its mean is normal with mean -1 and deviation 1, and the other arm pays 0. What the last step
     showed is nearly enough to know the better arm (rewards have a deviation of only 0.1).
     """
-    mean = np.random.default_rng(0).normal(-1.0, 1.0, 10_000_000)
-    return float(-1.0 + (steps - 1) * np.maximum(mean, 0.0).mean())
+    normal = NormalDist()
+    return -1.0 + (steps - 1) * (normal.pdf(1.0) - normal.cdf(-1.0))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 
-from purejaxppo import envs, ppo, rollouts
+from purejaxppo import envs, machine, ppo, rollouts
 from purejaxppo.agent import make_agent
+from purejaxppo.effort import cpu_options
 from purejaxppo.envs import load_settings
 from purejaxppo.envs.base import Starts, Vectorized
 from purejaxppo.train import as_arrays
@@ -42,13 +43,11 @@ class Replayed(Vectorized):
         return state.replace(pool=first)
 
 
-def compiled(function: Any, *arguments: Any) -> tuple[Any, float]:
+def compiled(setup: rollouts.Setup, function: Any, *arguments: Any) -> tuple[Any, float]:
     """The program, as the trainer compiles it, and the seconds that took."""
-    options: dict[str, Any] = {}
-    if jax.default_backend() == "cpu":
-        options["compiler_options"] = {"xla_backend_optimization_level": 1}
+    options = cpu_options(setup) if jax.default_backend() == "cpu" else None
     started = time.perf_counter()
-    program = jax.jit(function, **options).lower(*arguments).compile()
+    program = jax.jit(function, compiler_options=options).lower(*arguments).compile()
     return program, time.perf_counter() - started
 
 
@@ -77,9 +76,9 @@ def programs(name: str, backend: str, num_envs: int, num_steps: int) -> dict[str
         state = jax.jit(lambda k, s=setup: ppo.init(s, k, hyper))(key)
         if label == "rollout":
             arguments = state.env_state.env, key
-            found["physics"] = (*compiled(bare, *arguments), arguments)
+            found["physics"] = (*compiled(setup, bare, *arguments), arguments)
         run = lambda state, key, s=setup: rollouts.rollout(s, state, rollouts.draw(s, key))  # noqa: E731
-        found[label] = (*compiled(run, state, key), (state, key))
+        found[label] = (*compiled(setup, run, state, key), (state, key))
     return found
 
 
@@ -119,10 +118,9 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args()
-    device = jax.devices()[0]
     head = (
         "# Physics and rollout\n\nMade by `python -m benchmarks.physics`: "
-        f"{given.repeats} alternating repeats, medians. {device.device_kind} ({device.platform}), "
+        f"{given.repeats} alternating repeats, medians. {machine.device_name()}, "
         f"jax {jax.__version__}."
     )
     text = "\n\n".join([head, *(measure(given, name) for name in given.env or ("ant", "hopper"))])

@@ -92,7 +92,6 @@ class Writer:
         self._directory, self._keep, self._about = directory.resolve(), keep, about
         self._thread = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
-        self._manager: Any = None
 
     def save(self, arrays: Arrays, facts: dict[str, Any]) -> None:
         """Begins to save, once the one before is done; the arrays must not change any more.
@@ -120,36 +119,24 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits, and lets go of Orbax."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
-            if self._manager is not None:
-                self._manager.close()
 
     def _write(self, arrays: Arrays, facts: dict[str, Any]) -> None:
         iteration = facts["iteration"]
         try:
-            ocp = _orbax()
-            if self._manager is None:
-                options = ocp.CheckpointManagerOptions(
-                    create=False,
-                    max_to_keep=self._keep,
-                    cleanup_tmp_directories=True,
-                    enable_async_checkpointing=False,
-                    multiprocessing_options=_alone(ocp),
-                )
-                self._directory.mkdir(parents=True, exist_ok=True)
-                self._manager = ocp.CheckpointManager(self._directory, options=options)
+            self._directory.mkdir(parents=True, exist_ok=True)
             facts = {**self._about, **facts, "format": FORMAT}
             facts["sha256"] = _hash(arrays, facts)
-            arguments = ocp.args.Composite(
-                arrays=ocp.args.PyTreeSave(arrays),
-                facts=ocp.args.JsonSave(facts),
-            )
-            if not self._manager.save(iteration, args=arguments):
-                raise OSError("there is a later one")
+            with _orbax() as (args, orbax):
+                saved = args.Composite(arrays=args.PyTreeSave(arrays), facts=args.JsonSave(facts))
+                orbax.save(self._directory / str(iteration), saved)
+            old = [str(i) for i in iterations(self._directory)[self._keep :]]
+            # The latter of a process that was killed.
+            for path in (*map(self._directory.joinpath, old), *self._directory.glob("*tmp*")):
+                shutil.rmtree(path, ignore_errors=True)
         except Exception as error:  # of any library below Orbax
             for part in self._directory.glob(f"{iteration}.*tmp*"):
                 shutil.rmtree(part, ignore_errors=True)
@@ -206,33 +193,24 @@ def read(path: Path) -> Checkpoint:
         DamagedError: its bytes are not what they were.
         PermissionError: it may not be read.
     """
-    ocp, path = _orbax(), path.resolve()
-    alone = _alone(ocp)
-    handler = ocp.CompositeCheckpointHandler(
-        composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
-    )
+    path = path.resolve()
     try:
-        # Not by a manager, who would read of all checkpoints beside it, and fail where one is damaged.
-        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-            json, arrays = ocp.args.JsonRestore(), ocp.args.PyTreeRestore()
-            facts = dict(checkpointer.restore(path, ocp.args.Composite(facts=json)).facts)
-            newer = facts["format"] > FORMAT
-            if not newer:
-                saved = checkpointer.restore(path, ocp.args.Composite(arrays=arrays))
-                arrays = {name: np.array(array) for name, array in saved.arrays.items()}
-                sha256 = facts.pop("sha256")
-                whole = sha256 == _hash(arrays, facts)
-    except (PermissionError, MemoryError):
+        with _orbax() as (args, orbax):
+            facts = dict(orbax.restore(path, args.Composite(facts=args.JsonRestore())).facts)
+            if facts["format"] > FORMAT:
+                raise ConfigError(
+                    f"{path}: of format {facts['format']}, and this version of purejaxppo knows {FORMAT}"
+                )
+            saved = orbax.restore(path, args.Composite(arrays=args.PyTreeRestore()))
+        arrays = {name: np.array(array) for name, array in saved.arrays.items()}
+        sha256 = facts.pop("sha256")
+        if sha256 != _hash(arrays, facts):
+            raise DamagedError(f"{path}: damaged: its contents do not have the hash they had")
+    except (ConfigError, PermissionError, MemoryError):
         raise
     except Exception as error:  # whatever the libraries make of bytes that are not theirs
         line = " ".join(str(error).split())
         raise DamagedError(f"{path}: damaged: {line[:200]}") from None
-    if newer:
-        raise ConfigError(
-            f"{path}: of format {facts['format']}, and this version of purejaxppo knows {FORMAT}"
-        )
-    if not whole:
-        raise DamagedError(f"{path}: damaged: its contents do not have the hash they had")
     return Checkpoint(path, arrays, facts, sha256)
 
 
@@ -242,31 +220,25 @@ class Best:
     Until one is evaluated its latest policy is kept, so a run that diverges has one that works.
 
     Attributes:
-        policy: parameters and observation statistics, host arrays [R, ...].
-        score: [R] minus infinity where there was no evaluation.
-        iteration: [R] after which it was like this, -1 where there is none yet.
+        tree: as it is saved, host arrays [R, ...]: `params` and `obs_stats`; their `score`, minus infinity
+            where there was no evaluation; and the `iteration` after which they were so, -1 where there is none yet.
     """
 
-    def __init__(self, shapes: PyTree, num_runs: int) -> None:
-        self.policy = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        self.score = np.full(num_runs, -np.inf)
-        self.iteration = np.full(num_runs, -1)
+    def __init__(self, shapes: dict[str, PyTree], num_runs: int) -> None:
+        policy = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        score, iteration = np.full(num_runs, -np.inf), np.full(num_runs, -1)
+        self.tree: dict[str, Any] = {**policy, "score": score, "iteration": iteration}
 
-    def update(self, policy: PyTree, iteration: int, score: np.ndarray | None = None) -> None:
+    def update(
+        self, policy: dict[str, PyTree], iteration: int, score: np.ndarray | None = None
+    ) -> None:
         """Takes what is better: by its score [R], or, without, where there was no evaluation."""
-        better = self.score == -np.inf if score is None else score > self.score
-        better &= finite(policy["params"])
-        old, new = jax.tree.leaves(self.policy), jax.tree.leaves(policy)
-        for mine, theirs in zip(old, new, strict=True):
-            mine[better] = theirs[better]
-        self.iteration[better] = iteration
-        if score is not None:
-            self.score[better] = score[better]
-
-    @property
-    def tree(self) -> dict[str, Any]:
-        """As it is saved."""
-        return {**self.policy, "score": self.score, "iteration": self.iteration}
+        best = self.tree["score"]
+        better = (best == -np.inf if score is None else score > best) & finite(policy["params"])
+        new = {**policy, "score": best if score is None else score}
+        new["iteration"] = np.full_like(self.tree["iteration"], iteration)
+        which = lambda x: better.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
+        self.tree = jax.tree.map(lambda x, y: np.where(which(x), y, x), self.tree, new)
 
 
 def finite(params: PyTree) -> np.ndarray:
@@ -303,7 +275,7 @@ def _hash(arrays: Arrays, facts: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _orbax() -> Any:
+def _import_orbax() -> Any:
     """Orbax, which takes most of a second to import, without its remarks: we tell what fails."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     hook = sys.unraisablehook
@@ -318,11 +290,17 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
-def _alone(ocp: Any) -> Any:
-    """Only this process reads or writes, however many train."""
-    if jax.process_count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    here = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
+@contextlib.contextmanager
+def _orbax() -> Iterator[tuple[Any, Any]]:
+    """Orbax's arguments and what takes them: of this process alone, however many train.
+
+    No manager, who would read of all checkpoints beside one, and fail where one is damaged.
+    """
+    ocp, here = _import_orbax(), jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process{here}"
     )
+    composite = ocp.CompositeOptions(multiprocessing_options=alone)
+    handler = ocp.CompositeCheckpointHandler(composite_options=composite)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        yield ocp.args, checkpointer

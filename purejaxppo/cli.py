@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import tyro
@@ -34,9 +35,8 @@ _DESCRIPTION = """Train PPO agents. Options are laid over the tuned configuratio
 where it has one, or over --config FILE. Whole numbers may be written 1e6 or 1_000_000."""
 
 
-# A flag that may also be left open takes true or false; its opposite is written as others are. What is
-# not given is none, as in a sweep.
-_WORDS = {"--no-shared-torso": ["--shared-torso", "false"], "none": ["None"]}
+# A flag that may also be left open takes true or false; its opposite is written as others are.
+_WORDS = {"--no-shared-torso": ["--shared-torso", "false"]}
 
 Command = Callable[[list[str]], int]
 
@@ -300,7 +300,7 @@ def parse(arguments: list[str]) -> Settings:
         base = envs.load_settings(known.env, known.config, known.backend)
     given = {n: tuple(getattr(known, n)) for n in ("sweep", "log") if getattr(known, n)}
     base = dataclasses.replace(base, run=dataclasses.replace(base.run, **given))
-    rest = [x for a in rest for x in _WORDS.get(a, [a])]
+    rest = [x for a in rest for x in _WORDS.get(a.replace("_", "-"), [a])]
     if known.env_args:
         rest += ["--env-args", *known.env_args]
     message = io.StringIO()
@@ -385,21 +385,15 @@ def _is_rule(line: str) -> bool:
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:
-    """How options of our own types are written: 1e6, 64,64 and size=8."""
+    """How options of our own types are written: 1e6, none, 64,64 and size=8."""
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
     def rule(info: Any) -> tyro.constructors.PrimitiveConstructorSpec | None:
         if info.type is int:
             return _spec("INT", values.parse_int, str, int)
-        if info.type == bool | None:  # which is given as other flags are, or with true or false
-            return tyro.constructors.PrimitiveConstructorSpec(
-                nargs="*",
-                metavar="[true|false]",
-                instance_from_str=values.parse_flag,
-                is_instance=lambda value: value is None or isinstance(value, bool),
-                str_from_instance=lambda value: [str(value).lower()],
-            )
+        if info.type is NoneType:  # what is not given, as in a sweep
+            return _spec("none", values.parse_none, lambda _: "none", NoneType)
         if info.type == CnnLayers:
             shown = values.show_cnn_layers
             return _spec("NAME|INTxINTxINT,...", values.parse_cnn_layers, shown, tuple)
@@ -407,14 +401,12 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
             return _spec("INT,...", values.parse_layers, _joined, tuple)
         if get_args(info.type) == (int, int):
             return _spec("HEIGHT,WIDTH", values.parse_size, _joined, tuple)
-        if info.type == EnvArgs:
-            return tyro.constructors.PrimitiveConstructorSpec(
-                nargs="*",
-                metavar="NAME=VALUE",
-                instance_from_str=values.parse_env_args,
-                is_instance=lambda value: isinstance(value, tuple),
-                str_from_instance=lambda value: [f"{name}={item}" for name, item in value],
+        if info.type == bool | None:  # which is given as other flags are, or with true or false
+            return _spec(
+                "[true|false]", values.parse_flag, lambda x: str(x).lower(), info.type, "*"
             )
+        if info.type == EnvArgs:
+            return _spec("NAME=VALUE", values.parse_env_args, _named, tuple, "*")
         return None
 
     return registry
@@ -424,13 +416,18 @@ def _joined(numbers: tuple[int, ...]) -> str:
     return ",".join(map(str, numbers))
 
 
+def _named(arguments: EnvArgs) -> str:
+    return " ".join(f"{name}={value}" for name, value in arguments)
+
+
 def _spec(
-    metavar: str, from_text: Callable[[str], Any], to_text: Callable[[Any], str], kind: type
+    metavar: str, parse: Callable[..., Any], show: Callable[[Any], str], kind: Any, nargs: Any = 1
 ) -> tyro.constructors.PrimitiveConstructorSpec:
+    """Of an option with one value, or with a list of `nargs`."""
     return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
+        nargs=nargs,
         metavar=metavar,
-        instance_from_str=lambda texts: from_text(texts[0]),
+        instance_from_str=lambda texts: parse(texts[0] if nargs == 1 else texts),
         is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=lambda value: [to_text(value)],
+        str_from_instance=lambda value: [show(value)],
     )

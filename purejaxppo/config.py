@@ -303,21 +303,18 @@ def make_settings(values: Mapping[str, Any], where: str = "") -> Settings:
     Raises:
         ConfigError: an unknown name, or a value of the wrong type.
     """
-    parts = {"run": RunOptions, "config": Config, "hyper": Hyper}
-    hints = {cls: get_type_hints(cls) for cls in parts.values()}
-    known = [name for cls in parts.values() for name in hints[cls]]
+    hints = {cls: get_type_hints(cls) for cls in (RunOptions, Config, Hyper)}
+    known = [name for own in hints.values() for name in own]
     for name in values:
         if name not in known:
             raise ConfigError(
                 f"{where}unknown option {name!r}{suggest(our_name(name.lower()), known)}"
             )
-    built = {
-        part: cls(
-            **{n: coerce(where + n, values[n], t) for n, t in hints[cls].items() if n in values}
-        )
-        for part, cls in parts.items()
-    }
-    return Settings(**built)
+    parts: list[Any] = [
+        cls(**{n: coerce(where + n, values[n], t) for n, t in own.items() if n in values})
+        for cls, own in hints.items()
+    ]
+    return Settings(*parts)
 
 
 def config_directory() -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import numpy as np
 
 from purejaxppo import machine, numpy_policy, stats
 from purejaxppo.agent import is_bytes
+from purejaxppo.files import replacing
 from purejaxppo.policy import Policy, act
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
-from purejaxppo.values import ConfigError
+from purejaxppo.values import ConfigError, to_json
 
 Arrays = dict[str, np.ndarray]
 
@@ -53,7 +53,7 @@ def export(policy: Policy, directory: Path) -> list[Path]:
         "policy.stablehlo": make_stablehlo(policy),
         "policy.npz": npz.getvalue(),
         "policy.py": Path(numpy_policy.__file__).read_bytes(),
-        "policy.json": (json.dumps(make_facts(policy), indent=2) + "\n").encode(),
+        "policy.json": to_json(make_facts(policy)).encode(),
     }
     with contextlib.suppress(ImportError):  # the extra is not installed
         from purejaxppo.onnx_policy import make_onnx
@@ -147,12 +147,7 @@ def make_facts(policy: Policy) -> dict[str, Any]:
 
 
 def _facts_of(space: Space) -> dict[str, Any]:
-    facts = {"type": type(space).__name__, **dataclasses.asdict(space)}
-    for bound in {"low", "high"} & facts.keys():
-        numbers = np.asarray(facts[bound], object)
-        numbers[np.abs(numbers) == np.inf] = None
-        facts[bound] = numbers.tolist()
-    return facts
+    return {"type": type(space).__name__, **dataclasses.asdict(space)}
 
 
 def _input_dtype(policy: Policy) -> np.dtype:
@@ -162,11 +157,7 @@ def _input_dtype(policy: Policy) -> np.dtype:
 
 
 def _write(directory: Path, files: dict[str, bytes]) -> list[Path]:
-    parts = [directory / f"{name}.part" for name in files]
-    try:
-        for part, data in zip(parts, files.values(), strict=True):
-            part.write_bytes(data)
-        return [part.replace(part.with_suffix("")) for part in parts]
-    finally:
-        for part in parts:
-            part.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        for name, data in files.items():
+            stack.enter_context(replacing(directory / name)).write_bytes(data)
+    return [directory / name for name in files]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import platform
 import shlex
 import tempfile
 import time
@@ -208,15 +209,13 @@ def _check_can_go_on(found: Checkpoint, config: Config, any_version: bool) -> No
 
 
 def _changed_versions(facts: dict[str, Any]) -> list[str]:
-    before, now = facts["versions"], machine.versions()
-    # Python computes nothing, and an extra that came or went was not used.
-    names = sorted((before.keys() & now.keys()) - {"python"})
-    return _changes(before, {name: now[name] for name in names})
+    before = facts["versions"] | {"python": platform.python_version()}  # which computes nothing
+    return _changes(before, machine.versions())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In words, what is another now."""
-    return [f"{name} {before[name]} -> {new}" for name, new in now.items() if before[name] != new]
+    """In words, what is another now; not what was not said before, as of an extra that was not used."""
+    return [f"{k} {before[k]} -> {new}" for k, new in now.items() if before.get(k, new) != new]
 
 
 def _begin(
@@ -291,16 +290,8 @@ def _caveats(trainings: list[Training], saved: list[dict[str, Any] | None]) -> l
             caveats.append(
                 f"on {devices} of its devices instead of {before} XLA may round differently"
             )
-        now = {
-            "block": program.plan.block,
-            "shards": program.plan.shards,
-            "processes": program.plan.summing_processes,
-            "device": machine.device_name(),
-            "effort": program.effort,
-        }
-        # What older versions did not say.
-        then = {"effort": "full", "processes": now["processes"]} | facts
-        changes = _changes(then, now) + _changed_versions(facts)
+        now = training.layout | {"device": machine.device_name()}
+        changes = _changes(facts, now) + _changed_versions(facts)
         caveats += [f"not bit for bit: {change}" for change in changes]
     return list(dict.fromkeys(caveats))
 

@@ -8,12 +8,13 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from purejaxppo.files import naming, replacing
 from purejaxppo.sweep import Run, show
 from purejaxppo.trackers import Trackers
 from purejaxppo.types import Episode, Metrics
@@ -26,15 +27,6 @@ EVALUATION_COLUMNS = [
 
 
 Follow = Callable[[list[dict[str, Any]]], None]
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """What fails, as on a full disk, says which file it is: one that is open does not."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 class Table:
@@ -143,22 +135,16 @@ def keep_rows(path: Path, kept: dict[int, dict[str, int]], target: Path | None =
     Raises:
         ConfigError: it is no such table, or rows are gone.
     """
-    part = (target or path).with_suffix(".part")
     until = {run: each["until"] for run, each in kept.items()}
     there = path.exists() and path.stat().st_size > 0
-    try:
-        counts = _copy_rows(path, part, until, target is not None) if there else Counter()
+    with replacing(target or path) if there else contextlib.nullcontext() as part:
+        counts = _copy_rows(path, part, until, target is not None) if part else Counter()
         for run, each in kept.items():
             if counts[run] != each["rows"]:
                 raise ConfigError(
                     f"{path}: has {counts[run]} rows of run {run} up to its checkpoint, and had "
                     f"{each['rows']}"
                 )
-    except (ConfigError, OSError):
-        part.unlink(missing_ok=True)
-        raise
-    if there:
-        os.replace(part, target or path)
 
 
 def _copy_rows(path: Path, part: Path, until: dict[int, int], alone: bool) -> Counter[int]:

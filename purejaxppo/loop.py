@@ -95,9 +95,7 @@ class Training:
         if self.done:
             return
         self._restored = checkpoint.tree("state", self.program.whole)
-        best = checkpoint.tree("best", self._best.tree)
-        self._best.score, self._best.iteration = best.pop("score"), best.pop("iteration")
-        self._best.policy = best
+        self._best.tree = checkpoint.tree("best", self._best.tree)
         self._pending = checkpoint.named("pending")
         self._rows = {name: kept["rows"] for name, kept in facts["tables"].items()}
         # What depends on the length of the training stays as it was begun.
@@ -124,6 +122,13 @@ class Training:
             "sampled": self.options.eval_sampled,
             "effort": self.program.evaluation_effort(self._evaluation_count),
         }
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What decides how numbers are rounded, beside the device."""
+        plan, effort = self.program.plan, self.program.effort
+        own = {"block": plan.block, "shards": plan.shards}
+        return {**own, "processes": plan.summing_processes, "effort": effort}
 
     @property
     def _evaluation_count(self) -> int:
@@ -217,9 +222,7 @@ class Training:
         if self.iteration == total:
             self._metrics.flush()  # a longer training begins an interval of its own
         # What the last update did shows in no loss.
-        self._diverged |= ~finite(
-            self.program.trainer.fetch_whole(self._states.params, self.program.whole.params)
-        )
+        self._diverged |= ~finite(self._fetch_policies()["params"])
         self._save()
         del self._states, self._chunk, self._evaluate
         self.program.release()
@@ -257,8 +260,7 @@ class Training:
             return
         self._tables.sync()
         arrays = flatten("state", states) | flatten("pending", self._metrics.pending)
-        arrays |= {name: x.copy() for name, x in flatten("best", self._best.tree).items()}
-        self._writer.save(arrays, self._facts())
+        self._writer.save(arrays | flatten("best", self._best.tree), self._facts())
 
     def _facts(self) -> dict[str, Any]:
         """What a checkpoint says beside its arrays."""
@@ -276,11 +278,8 @@ class Training:
                 "metrics.csv": {"until": self._metrics.until, "rows": self._metrics.rows},
                 "evaluation.csv": {"until": self.iteration, "rows": self._evaluations.rows},
             },
-            "block": self.program.plan.block,
-            "shards": self.program.plan.shards,
-            "processes": self.program.plan.summing_processes,
             "devices": self.program.plan.one_or_several,
-            "effort": self.program.effort,
+            **self.layout,
             "evaluation": self.evaluation_facts,
             "iterations": self.config.iterations,
         }

@@ -212,7 +212,9 @@ def _available_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
-        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Of files that were read, which the system lets go of.
+        used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
         free = min(free, int((group / "memory.max").read_text()) - used)
     return free
 

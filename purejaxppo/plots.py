@@ -67,6 +67,7 @@ def _draw_curve(axes: Any, curve: Curve, of: int, label: str, style: str) -> Non
     """A curve with its name, which says how many runs it is of where that is not all of them."""
     there = curve.returns.shape[1] if len(curve.steps) else 0
     label += f" ({there} of {of} runs)" * (there < of)
+    label = " " * label.startswith("_") + label  # or Matplotlib keeps it out of the legend
     if not there:
         axes.plot([], [], style, label=label)
         return

@@ -21,9 +21,7 @@ from purejaxppo.config import RunOptions
 from purejaxppo.values import ConfigError
 
 _PATIENCE = 300  # seconds that one waits for the others, as JAX does
-_AHEAD = (
-    2.0  # that the others have to end by themselves before process 0 takes JAX's service with it
-)
+_AHEAD = 2.0  # that the others have to end before process 0 takes JAX's service with it
 
 
 def join(run: RunOptions) -> None:
@@ -129,19 +127,13 @@ def check_same(options: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    texts = [json.dumps(value, sort_keys=True, default=list) for value in options.values()]
+    texts = [json.dumps(value, sort_keys=True) for value in options.values()]
     sums = np.array([zlib.crc32(text.encode()) for text in texts], np.uint32)
-    gathered = multihost_utils.process_allgather(sums)
-    same = (gathered == gathered[0]).all(axis=0)
-    different = [
-        f"--{name.replace('_', '-')}"
-        for name, is_same in zip(options, same, strict=True)
-        if not is_same
-    ]
+    gathered = multihost_utils.process_allgather(sums)  # [processes, options]
+    names = np.array([f"--{name.replace('_', '-')}" for name in options])
+    different = ", ".join(names[(gathered != gathered[0]).any(axis=0)])
     if different:
-        raise ConfigError(
-            f"--distributed: the processes were given different {', '.join(different)}"
-        )
+        raise ConfigError(f"--distributed: the processes were given different {different}")
 
 
 def leave(status: int) -> None:

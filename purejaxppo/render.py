@@ -7,11 +7,10 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from purejaxppo.devices import split_keys
 from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState, finite_start
 from purejaxppo.envs.images import Images, of_environment
 from purejaxppo.evaluate import MAX_STEPS, key_of
+from purejaxppo.files import replacing
 from purejaxppo.policy import Policy, act
 from purejaxppo.sketches import INK, PAPER, Sketch, sketch_of
 from purejaxppo.stats import Moments
@@ -86,9 +86,13 @@ def render(
     sketch = find_sketch(policy.env, policy.config.env)
     shoot = _shoot_outside if envs.is_external(policy.env) else _shoot
     write = _writer(path)
-    with _whole(path) as partial:
-        film, stride = shoot(policy, sketch, episodes, seed, sampled, max_frames)
-        write(partial, _reel(sketch, film, stride))
+    try:
+        with replacing(path) as part:
+            part.touch()  # or only the end would tell that it cannot be written
+            film, stride = shoot(policy, sketch, episodes, seed, sampled, max_frames)
+            write(part, _reel(sketch, film, stride))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
     return [float(score) for score in film.episode.score]
 
 
@@ -97,15 +101,17 @@ def find_sketch(env: Environment, name: str) -> Sketch:
     if not envs.is_external(env):
         return sketch_of(env, name)
     outside: Any = env
-    # In a process of its own, since without OpenGL a pool may end the one it is in.
-    arguments = [outside.task, json.dumps(outside.arguments)]
-    tried = subprocess.run(
-        [sys.executable, "-c", _TRY_TO_DRAW, *arguments], capture_output=True, text=True
-    )
-    if tried.returncode:
-        reason = (tried.stderr.strip() or "?").splitlines()[-1]
+    if reason := _why_not_drawn(outside.task, json.dumps(outside.arguments)):
         raise ConfigError(f"{name} cannot be drawn here: {reason}")
     return Sketch(draw=Image.fromarray, sees=lambda states: states, rate=outside.rate)
+
+
+@functools.cache
+def _why_not_drawn(task: str, arguments: str) -> str:
+    """Of EnvPool. Tried in a process of its own, since without OpenGL a pool may end the one it is in."""
+    command = [sys.executable, "-c", _TRY_TO_DRAW, task, arguments]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    return (tried.stderr.strip() or "?").splitlines()[-1] if tried.returncode else ""
 
 
 _TRY_TO_DRAW = """
@@ -276,21 +282,6 @@ def _picture(
     for x, word, anchor in zip((8, width / 2, width - 8), words, ("lm", "mm", "rm"), strict=True):
         pen.text((x, bar / 2), word, fill=PAPER, font=font, anchor=anchor)
     return whole
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file to write beside the one that it becomes in the end; an error leaves none."""
-    partial = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        partial.touch()
-        try:
-            yield partial
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _writer(path: Path) -> Callable[[Path, _Reel], None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from purejaxppo.config import Settings, read_settings
+from purejaxppo.files import write_whole
 from purejaxppo.loggers import Table, swept_columns
 from purejaxppo.plots import draw_curves, draw_sweep
-from purejaxppo.rundir import write_config, write_whole
+from purejaxppo.rundir import read_summary, write_config
 from purejaxppo.sweep import (
     Outcome,
     Run,
@@ -26,7 +26,7 @@ from purejaxppo.sweep import (
     make_runs,
     make_settings_of,
 )
-from purejaxppo.values import ConfigError
+from purejaxppo.values import ConfigError, to_json
 
 Column = dict[int, dict[int, float]]  # run -> environment steps -> value
 
@@ -89,7 +89,8 @@ def read_report(run_dir: Path, diverged: list[int] | None = None) -> Report:
     """A run directory, from its tables.
 
     Args:
-        diverged: numbers of the runs that did; when not given, those whose losses ever were no numbers.
+        diverged: numbers of the runs that did; when not given, those that summary.json names, or whose losses ever
+            were no numbers.
 
     Raises:
         ConfigError: config.yaml or a table cannot be used.
@@ -132,8 +133,9 @@ def _read_training(path: Path, num_runs: int, diverged: list[int] | None) -> _Tr
         invalid_steps[run] += values[1] if math.isfinite(values[1]) else 0  # the last cell, cut off
         if not all(map(math.isfinite, values[2:])):
             suspected.add(run)
-    bad = suspected if diverged is None else set(diverged)
-    return _Training(returns, list(map(int, invalid_steps)), bad)
+    if diverged is None:  # what the last update did shows in no loss
+        diverged = [*suspected, *(read_summary(path.parent).get("diverged_runs") or ())]
+    return _Training(returns, list(map(int, invalid_steps)), set(diverged))
 
 
 def _read_evaluations(path: Path) -> dict[int, dict[int, Evaluation]]:
@@ -270,10 +272,11 @@ def compare(reports: list[Report], path: Path) -> dict[str, list[Result]]:
     Returns:
         Of each environment its settings, ranked.
     """
-    short = len({report.path.name for report in reports}) == len(reports)
+    names = [report.path.resolve().name for report in reports]
+    short = len(set(names)) == len(names)
     found: dict[str, list[Result]] = {}
-    for report in reports:
-        where = report.path.name if short else str(report.path)
+    for report, name in zip(reports, names, strict=True):
+        where = name if short else str(report.path)
         found.setdefault(report.settings.config.env, []).extend(
             dataclasses.replace(result, name=", ".join(filter(None, [where, result.name])))
             for result in report.results
@@ -315,17 +318,7 @@ def write_sweep(report: Report) -> None:
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """A dictionary as JSON, numbers that are not finite as null."""
-    write_whole(path, json.dumps(_plain(summary), indent=2) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
+    write_whole(path, to_json(summary))
 
 
 def draw(report: Report) -> None:

@@ -23,7 +23,8 @@ from purejaxppo import checkpoint
 from purejaxppo.checkpoint import Checkpoint, Writer
 from purejaxppo.config import Settings, read_settings
 from purejaxppo.envs import full_name
-from purejaxppo.loggers import keep_rows, naming
+from purejaxppo.files import write_whole
+from purejaxppo.loggers import keep_rows
 from purejaxppo.sweep import Run, make_runs, make_settings_of, programs
 from purejaxppo.values import ConfigError
 
@@ -155,11 +156,11 @@ def create(
     path = Path(settings.run.run_dir or _new_directory(settings.config.env))
     in_use = ConfigError(f"{option} {path}: in use; give another, or remove it first")
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or _holds_files(path)):
             raise in_use
         path.mkdir(parents=True, exist_ok=True)
         held.enter_context(lock(path))
-        if any(file.name != ".lock" for file in path.iterdir()):  # of another, a moment ago
+        if _holds_files(path):  # of another, a moment ago
             raise in_use
         write_config(path / "config.yaml", settings)
     except OSError as error:
@@ -167,21 +168,26 @@ def create(
     return RunDirectory(path, settings)
 
 
+def _holds_files(path: Path) -> bool:
+    """Whether there is more in a directory than the lock of a training that came no further."""
+    return any(file.name != ".lock" for file in path.iterdir())
+
+
 def _new_directory(env: str) -> Path:
     """One that nobody else has, named after the environment and the time."""
     plain = re.sub(r"[^\w.-]+", "-", env)
     name = f"{plain}-{datetime.now():%Y%m%d-%H%M%S}"
-    numbers = itertools.count(2)
     path = Path("runs", name)
-    while True:
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:  # of another start within the second
-            path = path.with_name(f"{name}-{next(numbers)}")
-        except OSError as error:
-            raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
-        else:
-            return path
+    try:
+        path.parent.mkdir(exist_ok=True)
+        for number in itertools.count(2):
+            with contextlib.suppress(FileExistsError):  # of another start within the second
+                path.mkdir()
+                break
+            path = path.with_name(f"{name}-{number}")
+    except OSError as error:
+        raise ConfigError(f"--run-dir {error.filename}: {error.strerror}") from None
+    return path
 
 
 def lock(path: Path) -> IO[bytes]:
@@ -235,10 +241,14 @@ def extract(directory: RunDirectory, number: int, run_dir: str) -> RunDirectory:
         try:
             for name, kept in found.facts["tables"].items():
                 keep_rows(directory.path / name, {number: kept}, own.path / name)
-        except ConfigError:
+        except (ConfigError, OSError):
             shutil.rmtree(own.path)
             raise
-        own_facts = {"options": options_of(own.settings), "diverged": diverged}
+        own_facts = {
+            "options": options_of(own.settings),
+            "diverged": diverged,
+            "blocks": [found.facts["block"]],
+        }
         facts = found.facts | share | own_facts
         held.enter_context(Writer(own.checkpoints(0), options.keep, {})).save(arrays, facts)
     return own
@@ -280,23 +290,14 @@ def write_config(path: Path, settings: Settings) -> None:
     write_whole(path, yaml.safe_dump(settings.to_dict(), sort_keys=False))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A file that is never seen half written."""
-    part = path.with_name(path.name + ".part")
-    with naming(path):
-        part.write_text(text)
-        os.replace(part, path)
-
-
 # What decides what is trained; all else may be changed when a training goes on.
 _RUN_DECIDES = ("seed", "num_seeds", "sweep", "samples")
 
 
 def options_of(settings: Settings) -> dict[str, object]:
     """What a checkpoint remembers of the options, as plain JSON."""
-    options = settings.to_dict()
-    of_run = {field.name for field in dataclasses.fields(settings.run)} - set(_RUN_DECIDES)
-    return {name: value for name, value in options.items() if name not in of_run}
+    changes = vars(settings.run).keys() - set(_RUN_DECIDES)
+    return {name: value for name, value in settings.to_dict().items() if name not in changes}
 
 
 def common_options(settings: Settings) -> dict[str, object]:

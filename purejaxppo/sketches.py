@@ -73,8 +73,11 @@ def sketch_of(env: Environment, name: str) -> Sketch:
 
 def _takes_a_state(function: Callable[..., Any]) -> bool:
     """And nothing else; Gymnax's own functions for drawing want parameters too."""
-    wanted = inspect.signature(function).parameters.values()
-    return sum(parameter.default is parameter.empty for parameter in wanted) == 1
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _poses(states: VectorState) -> Array:
@@ -111,7 +114,7 @@ def _paint(strokes: Iterable[Stroke], window: tuple[float, float, float, float])
 
 def _board(colours: np.ndarray, gap: str = INK) -> Image.Image:
     """A picture of cells [H, W], each a colour."""
-    size = round(math.sqrt(AREA / colours.size))
+    size = max(round(math.sqrt(AREA / colours.size)), 2)  # a cell, and the gap beside it
     rgb = np.array([[ImageColor.getrgb(c) for c in row] for row in colours], np.uint8)
     image = rgb.repeat(size, 0).repeat(size, 1)
     image[::size] = image[:, ::size] = ImageColor.getrgb(gap)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -30,24 +31,8 @@ _NOT_SWEPT = {
 _SIZES = ("torso_layers", "policy_layers", "value_layers", "resize")
 
 
-@dataclass(frozen=True)
-class Range:
-    """What a random search draws from: `uniform` or `loguniform` between two bounds."""
-
-    kind: str
-    low: float
-    high: float
-
-    def draw(self, rng: np.random.Generator) -> float:
-        """One value, of six digits, so that it is the same wherever it is written."""
-        if self.kind == "loguniform":
-            value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
-        else:
-            value = rng.uniform(self.low, self.high)
-        return min(max(float(f"{value:.6g}"), self.low), self.high)
-
-
 _RANGES = ("uniform", "loguniform")
+Draw = Callable[[np.random.Generator], float]
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,7 @@ def make_settings_of(settings: Settings) -> list[Setting]:
         ConfigError: a name that cannot be swept, or a value that the option does not allow.
     """
     grid: dict[str, list[Any]] = {}
-    ranges: dict[str, Range] = {}
+    ranges: dict[str, Draw] = {}
     for item in settings.run.sweep:
         name, sign, text = re.match(r"([^=~]*)([=~]?)(.*)", item, re.DOTALL).groups()  # type: ignore[union-attr]
         if not (name and sign and text):
@@ -180,7 +165,7 @@ def _values(name: str, text: str) -> list[Any]:
     return values
 
 
-def _range(name: str, text: str) -> Range:
+def _range(name: str, text: str) -> Draw:
     match = re.fullmatch(r"\s*(\w+)\s*\(([^,]*),([^,]*)\)\s*", text)
     forms = " or ".join(f"{kind}(low,high)" for kind in _RANGES)
     if name not in get_type_hints(Hyper):
@@ -199,10 +184,16 @@ def _range(name: str, text: str) -> Range:
         raise ConfigError(
             f"--sweep {name}~{text}: low must be below high{', above 0' * (kind == 'loguniform')}"
         )
-    return Range(kind, low, high)
+    return functools.partial(_draw, kind == "loguniform", low, high)
 
 
-def _samples(ranges: dict[str, Range], run: RunOptions) -> list[dict[str, float]]:
+def _draw(log: bool, low: float, high: float, rng: np.random.Generator) -> float:
+    """One value, of six digits, so that it is the same wherever it is written."""
+    value = math.exp(rng.uniform(math.log(low), math.log(high))) if log else rng.uniform(low, high)
+    return min(max(float(f"{value:.6g}"), low), high)
+
+
+def _samples(ranges: dict[str, Draw], run: RunOptions) -> list[dict[str, float]]:
     if ranges and run.samples is None:
         raise ConfigError(f"--sweep {next(iter(ranges))}~...: say how many, with --samples")
     if run.samples is not None and not ranges:
@@ -211,7 +202,7 @@ def _samples(ranges: dict[str, Range], run: RunOptions) -> list[dict[str, float]
         )
     rng = np.random.default_rng(run.seed)
     drawn = range(run.samples or 1)
-    return [{name: spread.draw(rng) for name, spread in ranges.items()} for _ in drawn]
+    return [{name: draw(rng) for name, draw in ranges.items()} for _ in drawn]
 
 
 def _setting(settings: Settings, swept: dict[str, Any]) -> Setting:

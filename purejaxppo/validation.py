@@ -15,24 +15,18 @@ from purejaxppo.values import ConfigError, parse_bytes
 _LOGS = ("tensorboard", "wandb")
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _MOST_RUNS = 10**6  # each is an object on the host
+_FINITE = ("learning_rate", "critic_learning_rate", "reward_scale", "adam_eps", "policy_gain")
+_MAY_BE_INFINITE = (
+    "reward_clip", "clip_eps", "value_clip_eps", "max_grad_norm", "target_kl", "desired_kl",
+)  # fmt: skip
 
 
 def validate(settings: Settings) -> None:
     """Raises ConfigError for a value out of range or a combination that makes no sense."""
     config, hyper, run = settings.config, settings.hyper, settings.run
     validate_run(run)
-    for name in (
-        "total_timesteps",
-        "num_envs",
-        "num_steps",
-        "update_epochs",
-        "num_minibatches",
-        "pool_size",
-        "frame_stack",
-    ):
-        require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
-    size = config.microbatch_size
-    require(size is None or size >= 1, "microbatch_size", size, "at least 1")
+    counts = "total_timesteps num_envs num_steps update_epochs num_minibatches microbatch_size"
+    _at_least(1, config, f"{counts} pool_size frame_stack")
     require(min(config.resize or (1,)) >= 1, "resize", config.resize, "sizes of at least 1")
     for name in ("torso_layers", "policy_layers", "value_layers"):
         widths = getattr(config, name)
@@ -53,21 +47,11 @@ def validate_hyper(hyper: Hyper) -> None:
         value = getattr(hyper, name)
         require(0 <= value < math.inf, name, value, "at least 0")
     require(math.isfinite(hyper.init_log_std), "init_log_std", hyper.init_log_std, "finite")
-    for name in (
-        "learning_rate", "critic_learning_rate", "reward_scale", "reward_clip", "clip_eps", "value_clip_eps",
-        "max_grad_norm", "adam_eps", "policy_gain", "target_kl", "desired_kl",
-    ):  # fmt: skip
+    for name in (*_FINITE, *_MAY_BE_INFINITE):
         value = getattr(hyper, name)
         require(value is None or value >= _TINY, name, value, "above 0 in float32")
-    for name in (
-        "learning_rate",
-        "critic_learning_rate",
-        "reward_scale",
-        "adam_eps",
-        "policy_gain",
-    ):
-        value = getattr(hyper, name)
-        require(value is None or value <= _HUGE, name, value, "finite in float32")
+        most = _HUGE if name in _FINITE else math.inf
+        require(value is None or value <= most, name, value, "finite in float32")
 
 
 def validated(config: Config) -> Config:
@@ -79,19 +63,17 @@ def validated(config: Config) -> Config:
 
 def validate_run(run: RunOptions) -> None:
     """Raises ConfigError for a value out of range."""
-    for name in ("seed", "eval_episodes", "metrics_rows", "checkpoint_every", "keep"):
-        require(getattr(run, name) >= 0, name, getattr(run, name), "at least 0")
+    _at_least(0, run, "seed eval_episodes eval_every metrics_rows checkpoint_every keep")
+    _at_least(1, run, "runs_per_block samples checkpoint_iterations video_every")
+    block = run.runs_per_block
+    require(
+        block == "auto" or block <= _MOST_RUNS, "runs_per_block", block, f"at most {_MOST_RUNS}"
+    )
     for name in run.log:
         require(name in _LOGS, "log", name, f"one of {', '.join(_LOGS)}")
     require(1 <= run.num_seeds <= _MOST_RUNS, "num_seeds", run.num_seeds, f"in 1 ... {_MOST_RUNS}")
     most = 2**32 - run.num_seeds
     require(run.seed <= most, "seed", run.seed, f"at most 2**32 - --num-seeds, {most}")
-    require(
-        run.eval_every is None or run.eval_every >= 0, "eval_every", run.eval_every, "at least 0"
-    )
-    for name in ("runs_per_block", "samples", "checkpoint_iterations", "video_every"):
-        value = getattr(run, name)
-        require(value in (None, "auto") or value >= 1, name, value, "at least 1")
     if run.memory_limit is not None:
         try:
             parse_bytes(run.memory_limit)
@@ -177,6 +159,13 @@ def validate_desired_kl(config: Config, hyper: Hyper) -> None:
         raise ConfigError(
             "--target-kl ends an iteration before --desired-kl can slow it down: give one of them"
         )
+
+
+def _at_least(least: int, options: Any, names: str) -> None:
+    """Raises ConfigError for the first of these that is less; not for what is left open."""
+    for name in names.split():
+        value = getattr(options, name)
+        require(value in (None, "auto") or value >= least, name, value, f"at least {least}")
 
 
 def require(holds: bool, name: str, value: Any, allowed: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
+import math
 import re
 import types
 from collections.abc import Iterable
@@ -98,6 +100,19 @@ def thaw(value: Any) -> Any:
     return [thaw(item) for item in value] if isinstance(value, tuple) else value
 
 
+def to_json(value: Any) -> str:
+    """Indented JSON, in which numbers that are not finite are null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(value), indent=2) + "\n"
+
+
 def parse_env_args(items: Iterable[str]) -> EnvArgs:
     """name=value ... with values as YAML reads them.
 
@@ -128,6 +143,12 @@ def parse_int(text: str) -> int:
         if float(text).is_integer():
             return int(float(text))
     raise ValueError(f"{text!r} is not a whole number")
+
+
+def parse_none(text: str) -> None:
+    """Raises ValueError for anything but none."""
+    if text != "none":
+        raise ValueError(f"{text!r} is not none")
 
 
 def parse_bytes(text: str) -> int:

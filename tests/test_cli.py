@@ -296,6 +296,10 @@ def test_no_evaluation(tmp_path):
         ("--env purejaxppo:__version__", ", not a class or function that makes one"),
         ("--num-seeds 1e9", "--num-seeds 1000000000: must be in 1 ... 1000000"),
         ("--seed 4294967295 --num-seeds 2", "must be at most 2**32 - --num-seeds, 4294967294"),
+        (
+            "--runs-per-block 1e20",
+            "--runs-per-block 100000000000000000000: must be at most 1000000",
+        ),
         ("--eval-episodes 1e12", "give fewer runs, a smaller --num-envs or --eval-episodes"),
         ("--env-args tau=abc", "--env-args tau=abc: must be a number"),
         ("--env-args max_steps_in_episode=-1", "max_episode_steps is -1: must be a whole number"),
@@ -558,6 +562,8 @@ def test_values_of_our_own_types():
             "5e4",
             "--env-args",
             "deep=true",
+            "--video-every=none",
+            "--no-shared_torso",
         ]
     )
     assert settings.config.total_timesteps == 1_000_000
@@ -566,6 +572,8 @@ def test_values_of_our_own_types():
     assert settings.config.policy_layers == ()
     assert settings.config.env_args == (("size", 8), ("kind", (1, 2)), ("deep", True))
     assert settings.run.eval_every == 50_000
+    assert settings.run.video_every is None
+    assert settings.config.shared_torso is False
 
 
 def test_options_lie_over_the_tuned_ones_and_over_a_file(tmp_path):

@@ -17,6 +17,7 @@ from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.effort import cpu_options
 from purejaxppo.envs import load_settings
+from purejaxppo.envs.envpool import EnvPool, PoolState
 from purejaxppo.policy import load_policy
 from purejaxppo.policy import play as play_policy
 from purejaxppo.spaces import Box, Discrete
@@ -411,3 +412,37 @@ def test_what_they_cannot_do_is_refused(options, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_is_no_number_ends_no_game():
+    """It ends an episode of learning; the pool knows nothing of it, and its next step is a real one."""
+    space = Box(-1.0, 1.0, (1,), "float32")
+    env = EnvPool("Fake-v0", {}, space, Discrete(2), None, num_envs=1)
+    one, no = jnp.ones(1), jnp.zeros(1, bool)
+
+    def act(handle, action):
+        obs = jnp.where(action == 1, jnp.nan, 0.0)[:, None]
+        return handle, (TimeStep(obs, one, no, no), Episode(no, one, one))
+
+    env.__dict__["_calls"] = jnp.zeros(8, jnp.uint8), None, act
+    zeros = jnp.zeros(1)
+    state = PoolState(env._calls[0], zeros[:, None], zeros, zeros.astype(int), no)
+    seen = []
+    for action in (0, 1, 0):
+        state, timestep, _ = env.step(None, state, jnp.full(1, action))
+        seen.append((bool(timestep.valid[0]), bool(timestep.terminated[0])))
+    assert seen == [(True, False), (False, True), (True, False)]
+    assert (state.score, state.length) == (3, 3)
+
+
+@needs_envpool
+def test_what_cannot_be_made_is_one_line(capsys):
+    """As without a library that a suite needs, or a file."""
+    for name in ("VizdoomCustom-v1", "CoinrunEasy-v0"):
+        try:
+            envpool.make_spec(name)
+        except (ImportError, RuntimeError):
+            assert cli.train_command(["--env", f"envpool/{name}"]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"purejaxppo: error: envpool/{name}: ")
+            assert error.count("\n") == 1

@@ -68,7 +68,8 @@ def make_policy(observation_space, action_space, options):
         size = 60 if observation_space is BYTES else 3
         mean, std = rng.normal(0.5, 1, shape) * size, rng.uniform(0.3, 1, shape) * size
         moments = Moments(*map(np.float32, (1e4, mean, std**2, 0)))
-    run = Run(3, 14, Setting({"torso_layers": (32, 32)}, config, Hyper()))
+    swept = {"torso_layers": (32, 32), "max_grad_norm": np.inf}
+    run = Run(3, 14, Setting(swept, config, Hyper()))
     return Policy(run, None, agent, params, moments, 159)
 
 
@@ -208,7 +209,7 @@ def test_files_and_facts(tmp_path):
         },
         "run": 3,
         "seed": 14,
-        "swept": {"torso_layers": [32, 32]},
+        "swept": {"torso_layers": [32, 32], "max_grad_norm": None},
         "iteration": 159,
     }  # fmt: skip
 

@@ -138,6 +138,12 @@ def test_grids_have_rows_downwards():
     np.testing.assert_allclose(middle_of(image, sketches.RED), (1.5 * cell, 1.5 * cell), atol=1)
 
 
+def test_a_large_grid_is_more_than_gaps():
+    colours = np.full((700, 700), sketches.PAPER)
+    colours[350, 350] = sketches.RED
+    assert middle_of(sketches._board(colours), sketches.RED) is not None
+
+
 def test_film_has_every_episode_at_the_pace_of_the_environment(tmp_path):
     policy = make_policy("CartPole-v1", max_steps_in_episode=31)
     returns = render.render(policy, tmp_path / "film.gif", episodes=3)
@@ -204,7 +210,7 @@ def test_an_environment_of_gymnax_style_may_too():
     from gymnax.environments.classic_control import CartPole
 
     class Plain(CartPole):
-        def render(self, state, shade=7):
+        def render(self, state, shade=7, **others):
             return np.full((30, 40, 3), shade, np.uint8)
 
     image = sketches.sketch_of(envs.custom.make("mine", Plain, {}), "mine").draw(None)

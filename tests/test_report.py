@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,6 +134,14 @@ def test_results_are_read_from_the_tables(run_dirs):
     np.testing.assert_allclose(second.final, [221, -np.inf])
     np.testing.assert_allclose(report.results[1].evaluation.returns, [[121], [221]])
     assert [result.name for result in report.ranked] == ["gamma=0.9", "gamma=0.99"]
+
+
+def test_a_run_that_diverged_in_its_last_update_stays_so(run_dirs, tmp_path):
+    """In a report of the directory later: its losses are numbers."""
+    path = shutil.copytree(run_dirs / "b", tmp_path / "b")
+    assert write_reports(path, {"diverged_runs": [1]})["settings"][0]["diverged"] == 1
+    (result,) = read_report(path).results
+    np.testing.assert_array_equal(result.outcome.final, [201, -np.inf])
 
 
 def test_episodes_that_were_given_up_are_told(run_dirs, tmp_path, capsys):
@@ -318,6 +327,15 @@ def test_directories_of_one_name_are_told_apart(run_dirs, tmp_path):
     (results,) = compare(reports, tmp_path / "c.png").values()
     names = {result.name for result in results}
     assert names == {str(tmp_path / x / "run") for x in "ab"}
+
+
+def test_every_directory_has_a_name_in_the_comparison(run_dirs, tmp_path, monkeypatch):
+    """Matplotlib keeps names that begin with _ to itself."""
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: shown.append(self))
+    monkeypatch.chdir(shutil.copytree(run_dirs / "b", tmp_path / "_here"))
+    compare([read_report(Path(".")), read_report(run_dirs / "b")], tmp_path / "c.png")
+    assert shown[0].axes[0].get_legend_handles_labels()[1] == [" _here", "b"]
 
 
 def test_ranking_says_how_many_seeds_there_are(capsys):

@@ -2,8 +2,10 @@
 
 import contextlib
 import datetime
+import errno
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -70,6 +72,14 @@ def test_extract_is_a_run_directory(swept, tmp_path, capsys):
     assert cli.extract_command(other) == 2
     assert "evaluation.csv: has 0 rows of run 3 up to its checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_of_one_of_several_programs_goes_on(tmp_path):
+    whole, own = tmp_path / "whole", tmp_path / "own"
+    assert train(whole, 2, "--sweep", "num_envs=4,8") == 0
+    assert cli.extract_command([str(whole), "--run", "1", "--output", str(own)]) == 0
+    assert resume(own, f"--total-timesteps|{8 * PER_ITERATION}") == 0
+    assert latest(own).facts["iteration"] > latest(whole, 1).facts["iteration"]
 
 
 def test_load_policy_is_the_policy_that_was_trained(swept):
@@ -294,3 +304,22 @@ def test_two_directories_of_one_second(tmp_path, monkeypatch):
         made = [rundir.create(settings, held).path.name for _ in range(3)]
     first = "a-module-MyEnv-20260102-030405"
     assert made == [first, f"{first}-2", f"{first}-3"]
+
+
+def test_a_directory_that_could_not_be_made_is_not_in_use_afterwards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings, (named, held) = cli.parse([]), (cli.parse(["--run-dir", "a"]), contextlib.ExitStack())
+    (tmp_path / "runs").symlink_to("disk that is not mounted")
+    with pytest.raises(ConfigError, match="--run-dir runs: File exists"):
+        rundir.create(settings, held)
+
+    def fill_disk(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, held:
+        patch.setattr(Path, "write_text", fill_disk)
+        with pytest.raises(ConfigError, match="a: No space left"):
+            rundir.create(named, held)
+    with held:
+        assert (rundir.create(named, held).path / "config.yaml").stat().st_size

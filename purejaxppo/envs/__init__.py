@@ -19,111 +19,44 @@ from purejaxppo.envs.custom import Factory
 from purejaxppo.envs.images import prepare_images
 from purejaxppo.values import ConfigError, suggest
 
-_GYMNAX = [
-    "CartPole-v1",
-    "Pendulum-v1",
-    "Acrobot-v1",
-    "MountainCar-v0",
-    "MountainCarContinuous-v0",
-    "Asterix-MinAtar",
-    "Breakout-MinAtar",
-    "Freeway-MinAtar",
-    "Seaquest-MinAtar",
-    "SpaceInvaders-MinAtar",
-    "Catch-bsuite",
-    "DeepSea-bsuite",
-    "MemoryChain-bsuite",
-    "UmbrellaChain-bsuite",
-    "DiscountingChain-bsuite",
-    "MNISTBandit-bsuite",
-    "SimpleBandit-bsuite",
-    "FourRooms-misc",
-    "MetaMaze-misc",
-    "PointRobot-misc",
-    "BernoulliBandit-misc",
-    "GaussianBandit-misc",
-    "Reacher-misc",
-    "Swimmer-misc",
-    "Pong-misc",
-    "FrozenLake-misc",
-]
-
-_BRAX = [
-    "ant",
-    "halfcheetah",
-    "hopper",
-    "humanoid",
-    "humanoidstandup",
-    "inverted_pendulum",
-    "inverted_double_pendulum",
-    "pusher",
-    "reacher",
-    "swimmer",
-    "walker2d",
-]
-
-_PLAYGROUND = [  # its dm_control suite, which needs no download
-    "AcrobotSwingup",
-    "AcrobotSwingupSparse",
-    "BallInCup",
-    "CartpoleBalance",
-    "CartpoleBalanceSparse",
-    "CartpoleSwingup",
-    "CartpoleSwingupSparse",
-    "CheetahRun",
-    "FingerSpin",
-    "FingerTurnEasy",
-    "FingerTurnHard",
-    "FishSwim",
-    "HopperHop",
-    "HopperStand",
-    "HumanoidStand",
-    "HumanoidWalk",
-    "HumanoidRun",
-    "PendulumSwingup",
-    "PointMass",
-    "ReacherEasy",
-    "ReacherHard",
-    "SwimmerSwimmer6",
-    "WalkerRun",
-    "WalkerStand",
-    "WalkerWalk",
-]
-
-_OCTAX = [
-    "airplane",
-    "blinky",
-    "brix",
-    "deep",
-    "filter",
-    "flight_runner",
-    "missile",
-    "pong",
-    "rocket",
-    "shooting_stars",
-    "spacejam",
-    "squash",
-    "submarine",
-    "tank",
-    "tetris",
-    "ufo",
-    "vertical_brix",
-    "wipe_off",
-    "worm",
-    *(f"cavern{level}" for level in (1, 2, 3, 5, 6)),
-    *(f"space_flight{level}" for level in range(1, 11)),
-    *(f"target_shooter{level}" for level in (1, 2, 3)),
-]
+# What each suite has. The names of all but Gymnax's begin with the suite's.
+_SUITES = {
+    "gymnax": """
+        CartPole-v1 Pendulum-v1 Acrobot-v1 MountainCar-v0 MountainCarContinuous-v0
+        Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar SpaceInvaders-MinAtar
+        Catch-bsuite DeepSea-bsuite MemoryChain-bsuite UmbrellaChain-bsuite
+        DiscountingChain-bsuite MNISTBandit-bsuite SimpleBandit-bsuite FourRooms-misc
+        MetaMaze-misc PointRobot-misc BernoulliBandit-misc GaussianBandit-misc Reacher-misc
+        Swimmer-misc Pong-misc FrozenLake-misc
+    """,
+    "brax": """
+        ant halfcheetah hopper humanoid humanoidstandup inverted_pendulum
+        inverted_double_pendulum pusher reacher swimmer walker2d
+    """,
+    "octax": """
+        airplane blinky brix deep filter flight_runner missile pong rocket shooting_stars
+        spacejam squash submarine tank tetris ufo vertical_brix wipe_off worm cavern1 cavern2
+        cavern3 cavern5 cavern6 space_flight1 space_flight2 space_flight3 space_flight4
+        space_flight5 space_flight6 space_flight7 space_flight8 space_flight9 space_flight10
+        target_shooter1 target_shooter2 target_shooter3
+    """,
+    "playground": """
+        AcrobotSwingup AcrobotSwingupSparse BallInCup CartpoleBalance CartpoleBalanceSparse
+        CartpoleSwingup CartpoleSwingupSparse CheetahRun FingerSpin FingerTurnEasy
+        FingerTurnHard FishSwim HopperHop HopperStand HumanoidStand HumanoidWalk HumanoidRun
+        PendulumSwingup PointMass ReacherEasy ReacherHard SwimmerSwimmer6 WalkerRun WalkerStand
+        WalkerWalk
+    """,
+}
 
 # Suites that know more names than are listed here.
 _OPEN_SUITES = ("playground", "envpool")
 
 # Name -> the suite's module, imported when one of its environments is asked for, or a factory.
 _REGISTRY: dict[str, str | Factory] = {
-    **dict.fromkeys(_GYMNAX, "purejaxppo.envs.gymnax"),
-    **dict.fromkeys((f"brax/{name}" for name in _BRAX), "purejaxppo.envs.brax"),
-    **dict.fromkeys((f"octax/{name}" for name in _OCTAX), "purejaxppo.envs.octax"),
-    **dict.fromkeys((f"playground/{name}" for name in _PLAYGROUND), "purejaxppo.envs.playground"),
+    name if suite == "gymnax" else f"{suite}/{name}": f"purejaxppo.envs.{suite}"
+    for suite, names in _SUITES.items()
+    for name in names.split()
 }
 
 

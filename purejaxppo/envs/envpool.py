@@ -49,6 +49,15 @@ def _its_own_way() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """What EnvPool cannot make, as of a library or file that is not there, in one line."""
+    try:
+        yield
+    except (ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+
+
 class PoolState(struct.PyTreeNode):
     """State of a run's N environments, as far as the program has it."""
 
@@ -89,10 +98,8 @@ class EnvPool:
         # A program holds the address of its pool, so no other process may find it in the cache.
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
-        try:
+        with _telling(f"envpool/{self.task}"):
             return envpool.make(self.task, env_type="gymnasium", **size, **self.arguments)
-        except (RuntimeError, ValueError, TypeError) as error:  # of a file that is not there, say
-            raise ConfigError(f"envpool/{self.task}: {error}") from None
 
     @functools.cached_property
     @_its_own_way()
@@ -160,8 +167,8 @@ class EnvPool:
     ) -> tuple[PoolState, TimeStep, Episode]:
         """One step of each, not valid where it only resets; action [N, ...], flat for a Box."""
         action = action.reshape(self.num_envs, *self.action_space.shape)
-        handle, (timestep, game) = self._calls[2](state.handle, action)
-        timestep = finite_or_ended(timestep, valid=~state.ended)
+        handle, (raw, game) = self._calls[2](state.handle, action)
+        timestep = finite_or_ended(raw, valid=~state.ended)
         score = state.score + jnp.where(state.ended, 0.0, jnp.nan_to_num(game.score))
         length = state.length + ~state.ended
         after = PoolState(
@@ -169,7 +176,7 @@ class EnvPool:
             obs=timestep.obs,
             score=jnp.where(game.ended, 0.0, score),
             length=jnp.where(game.ended, 0, length),
-            ended=timestep.terminated | timestep.truncated,
+            ended=raw.terminated | raw.truncated,
         )
         return after, timestep, Episode(game.ended, score, length)
 
@@ -208,13 +215,12 @@ def make(name: str, env_args: dict[str, Any]) -> EnvPool:
     task, known = name.removeprefix("envpool/"), envpool.list_all_envs()
     if task not in known:
         raise ConfigError(f"{name}: EnvPool has no {task!r}{suggest(task, known, most=3)}")
-    check_arguments(name, env_args, set(envpool.make_spec(task).config._fields) - _OURS)
-    try:
-        with _its_own_way():
-            spec = envpool.make_spec(task, **env_args)
-            observations, actions = map(convert_space, (spec.observation_space, spec.action_space))
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"{name}: {error}") from None
+    with _its_own_way(), _telling(name):
+        arguments = set(envpool.make_spec(task).config._fields) - _OURS
+    check_arguments(name, env_args, arguments)
+    with _its_own_way(), _telling(name):
+        spec = envpool.make_spec(task, **env_args)
+        observations, actions = map(convert_space, (spec.observation_space, spec.action_space))
     if spec.config.max_num_players > 1:
         raise ConfigError(f"{name}: several agents are not supported")
     if _channels_first(observations.shape, getattr(observations, "dtype", None)):
