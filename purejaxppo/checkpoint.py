@@ -130,12 +130,12 @@ class Writer:
             self._directory.mkdir(parents=True, exist_ok=True)
             facts = {**self._about, **facts, "format": FORMAT}
             facts["sha256"] = _hash(arrays, facts)
-            with _orbax() as (args, orbax):
+            with _orbax_alone() as (args, orbax):
                 saved = args.Composite(arrays=args.PyTreeSave(arrays), facts=args.JsonSave(facts))
                 orbax.save(self._directory / str(iteration), saved)
-            old = [str(i) for i in iterations(self._directory)[self._keep :]]
-            # The latter of a process that was killed.
-            for path in (*map(self._directory.joinpath, old), *self._directory.glob("*tmp*")):
+            old = iterations(self._directory)[self._keep :]
+            unfinished = self._directory.glob("*tmp*")  # of a process that was killed
+            for path in (*(self._directory / str(i) for i in old), *unfinished):
                 shutil.rmtree(path, ignore_errors=True)
         except Exception as error:  # of any library below Orbax
             for part in self._directory.glob(f"{iteration}.*tmp*"):
@@ -195,7 +195,7 @@ def read(path: Path) -> Checkpoint:
     """
     path = path.resolve()
     try:
-        with _orbax() as (args, orbax):
+        with _orbax_alone() as (args, orbax):
             facts = dict(orbax.restore(path, args.Composite(facts=args.JsonRestore())).facts)
             if facts["format"] > FORMAT:
                 raise ConfigError(
@@ -237,8 +237,11 @@ class Best:
         better = (best == -np.inf if score is None else score > best) & finite(policy["params"])
         new = {**policy, "score": best if score is None else score}
         new["iteration"] = np.full_like(self.tree["iteration"], iteration)
-        which = lambda x: better.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
-        self.tree = jax.tree.map(lambda x, y: np.where(which(x), y, x), self.tree, new)
+
+        def better_one(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+            return np.where(better.reshape(-1, *[1] * (mine.ndim - 1)), theirs, mine)
+
+        self.tree = jax.tree.map(better_one, self.tree, new)
 
 
 def finite(params: PyTree) -> np.ndarray:
@@ -275,7 +278,7 @@ def _hash(arrays: Arrays, facts: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _import_orbax() -> Any:
+def _orbax() -> Any:
     """Orbax, which takes most of a second to import, without its remarks: we tell what fails."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     hook = sys.unraisablehook
@@ -291,12 +294,12 @@ def _import_orbax() -> Any:
 
 
 @contextlib.contextmanager
-def _orbax() -> Iterator[tuple[Any, Any]]:
+def _orbax_alone() -> Iterator[tuple[Any, Any]]:
     """Orbax's arguments and what takes them: of this process alone, however many train.
 
     No manager, who would read of all checkpoints beside one, and fail where one is damaged.
     """
-    ocp, here = _import_orbax(), jax.process_index()
+    ocp, here = _orbax(), jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process{here}"
     )

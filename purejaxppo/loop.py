@@ -126,9 +126,13 @@ class Training:
     @property
     def layout(self) -> dict[str, Any]:
         """What decides how numbers are rounded, beside the device."""
-        plan, effort = self.program.plan, self.program.effort
-        own = {"block": plan.block, "shards": plan.shards}
-        return {**own, "processes": plan.summing_processes, "effort": effort}
+        plan = self.program.plan
+        return {
+            "block": plan.block,
+            "shards": plan.shards,
+            "processes": plan.summing_processes,
+            "effort": self.program.effort,
+        }
 
     @property
     def _evaluation_count(self) -> int:
