@@ -193,21 +193,25 @@ def table(known: dict[str, Any]) -> str:
     lines = [
         "# EnvPool's environments",
         "",
-        f"Made by `python -m benchmarks.external`: {about['device']}, jax {about['versions']['jax']}, envpool "
+        f"Made by `python -m benchmarks.external`: jax {about['versions']['jax']}, envpool "
         f"{about['versions']['envpool']}, Stable-Baselines3 {about['peer']['stable-baselines3']}; the shipped "
         f"settings, which are the other's too, seeds from {FIRST_SEED} on. Returns of 16 deterministic "
         "episodes a seed, and 95% bootstrap intervals; at or above where the lower end of the difference is "
         "above -5% of the other's. Seeds were added where few could not tell. Steps per second: medians of trainings in turn, without compilation.",
         "",
         "| environment | steps | seeds | ours | theirs | difference | at or above "
-        "| our steps/s | theirs | ratio | aim |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| our steps/s | theirs | ratio | aim | speeds on |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for task in TASKS:
         if task.name in known:
             steps = f"{task.steps:,}" if task.steps else ""
             cells = [task.name, steps, *_returns(known[task.name]["returns"])]
-            cells += [*_speeds(known[task.name]["speeds"]), f"{task.aim:g}"]
+            cells += [
+                *_speeds(known[task.name]["speeds"]),
+                f"{task.aim:g}",
+                known[task.name]["device"],
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
