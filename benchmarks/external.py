@@ -231,14 +231,13 @@ def main() -> None:
         "theirs": functools.partial(theirs, directory=given.directory, jobs=given.jobs),
     }
     known = load("external", {})
-    about = {"device": machine.device_name(), "versions": machine.versions()}
-    about["peer"] = peers.versions(given.directory, "sb3")
+    about = {"versions": machine.versions(), "peer": peers.versions(given.directory, "sb3")}
 
     def save() -> None:
         shared.save("external", known, table(known))
 
     for task in tasks:
-        before = known.get(task.name, {"speeds": {}})
+        before = known.get(task.name, {"speeds": {}, "device": ""})
         known[task.name] = without_others(before, common_settings(task)) | about
     measure_returns(
         {task.name: known[task.name] for task in tasks}, trainings, given.seeds, given.jobs, save
@@ -246,6 +245,7 @@ def main() -> None:
     for task in tasks:
         if given.pairs:
             known[task.name]["speeds"] = measure_speeds(task, trainings, given.pairs)
+            known[task.name]["device"] = machine.device_name()
             save()
 
 

@@ -27,9 +27,9 @@ from purejaxppo.distributions import (
 )
 from purejaxppo.networks import ActorCritic, NetworkOutput, init_params
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
-from purejaxppo.types import Scalar
 from purejaxppo.values import ConfigError, show_cnn_layers
 
+LEARNING_RATES = ("learning_rate", "critic_learning_rate")
 # An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
 _ADAPTIVE_BOUNDS, _ADAPTIVE_FACTOR = (1e-5, 1e-2), 1.5
 # What approx_kl of an unchanged policy stays below in float32.
@@ -262,9 +262,15 @@ def adapt_learning_rate(hyper: Hyper, opt_state: OptState, approx_kl: Array) -> 
     )
 
 
+def adapted_rates(hyper: Hyper, opt_state: OptState) -> Hyper:
+    """With the learning rates that `adapt_learning_rate` has come to."""
+    scale = opt_state.adaptive_scale
+    return hyper if scale is None else hyper.scaled(scale, *LEARNING_RATES)
+
+
 def apply_gradients(
     hyper: Hyper, params: Any, opt_state: OptState, grads: Any
-) -> tuple[Any, OptState, Scalar, Array]:
+) -> tuple[Any, OptState, Array]:
     """One step of Adam on globally clipped gradients.
 
     The value network (with its torso, unless shared) has critic_learning_rate where one is given.
@@ -272,22 +278,20 @@ def apply_gradients(
     All of them are one vector meanwhile: a few kernels instead of a few for each layer.
 
     Returns:
-        Parameters, optimiser state, [] the policy's learning rate, and [] the gradients' norm before clipping.
+        Parameters, optimiser state, and [] the gradients' norm before clipping.
     """
     flat_grads, unflatten = _as_vector(grads), ravel_pytree(params)[1]
     flat_updates: Any
     flat_updates, adam = _adam(hyper).update(flat_grads, opt_state.adam)
     updates = unflatten(flat_updates)
-    rate, critic_rate = hyper.learning_rate, hyper.critic_learning_rate
+    critic_rate = hyper.critic_learning_rate
     if critic_rate is None:
-        critic_rate = rate
-    if opt_state.adaptive_scale is not None:
-        rate, critic_rate = (opt_state.adaptive_scale * each for each in (rate, critic_rate))
+        critic_rate = hyper.learning_rate
     stepped = {}
     for name, branch in params.items():
-        own = critic_rate if name in ("value", "value_head") else rate
-        stepped[name] = jax.tree.map(lambda p, u, r=own: p - r * u, branch, updates[name])
-    return stepped, opt_state.replace(adam=adam), rate, optax.tree.norm(flat_grads)
+        rate = critic_rate if name in ("value", "value_head") else hyper.learning_rate
+        stepped[name] = jax.tree.map(lambda p, u, r=rate: p - r * u, branch, updates[name])
+    return stepped, opt_state.replace(adam=adam), optax.tree.norm(flat_grads)
 
 
 @jax.custom_batching.custom_vmap

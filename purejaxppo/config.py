@@ -174,6 +174,11 @@ class Hyper(struct.PyTreeNode):
     desired_kl: float | None = None
     """Adapt learning_rate, between 1e-5 and 1e-2, to keep approx_kl near this; the critic's likewise."""
 
+    def scaled(self, factor: Any, *names: str) -> Hyper:
+        """With these multiplied by a factor [], but those that are not given."""
+        given = {name: getattr(self, name) for name in names}
+        return self.replace(**{n: factor * x for n, x in given.items() if x is not None})
+
 
 @dataclass(frozen=True)
 class RunOptions:

@@ -73,11 +73,10 @@ def sketch_of(env: Environment, name: str) -> Sketch:
 
 def _takes_a_state(function: Callable[..., Any]) -> bool:
     """And nothing else; Gymnax's own functions for drawing want parameters too."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True
+    wanted = inspect.signature(function).parameters.values()
+    kinds = [p.kind for p in wanted if p.default is p.empty]
+    open_ended = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return sum(kind not in open_ended for kind in kinds) == 1
 
 
 def _poses(states: VectorState) -> Array:

@@ -11,8 +11,10 @@ from flax import struct
 from jax import Array
 
 from purejaxppo.agent import (
+    LEARNING_RATES,
     OptState,
     adapt_learning_rate,
+    adapted_rates,
     apply_gradients,
 )
 from purejaxppo.config import Config, Hyper
@@ -134,7 +136,8 @@ def _update_minibatch(
     gradients = functools.partial(_gradients, setup, state, learner.params, hyper)
     grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
     opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
-    params, opt_state, rate, norm = apply_gradients(hyper, learner.params, opt_state, grads)
+    adapted = adapted_rates(hyper, opt_state)
+    params, opt_state, norm = apply_gradients(adapted, learner.params, opt_state, grads)
     stepped = Learner(params, opt_state, learner.stopped)
     if hyper.target_kl is not None:
         stopped = learner.stopped | (losses.approx_kl > hyper.target_kl)
@@ -143,7 +146,7 @@ def _update_minibatch(
     return stepped, UpdateMetrics(
         losses=losses,
         grad_norm=norm,
-        learning_rate=rate,
+        learning_rate=adapted.learning_rate,
         applied=~stepped.stopped,
     )
 
@@ -176,8 +179,7 @@ def _loss(
 
 def annealed(config: Config, hyper: Hyper, remaining: Array) -> Hyper:
     """The hyperparameters of an iteration; remaining [] is 1 - i / iterations."""
-    names = ["learning_rate", "critic_learning_rate"] * config.anneal_learning_rate
-    names += ["clip_eps", "value_clip_eps"] * config.anneal_clip_eps
-    names += ["ent_coef"] * config.anneal_ent_coef
-    given = {name: getattr(hyper, name) for name in names if getattr(hyper, name) is not None}
-    return hyper.replace(**{name: value * remaining for name, value in given.items()})
+    names = LEARNING_RATES * config.anneal_learning_rate
+    names += ("clip_eps", "value_clip_eps") * config.anneal_clip_eps
+    names += ("ent_coef",) * config.anneal_ent_coef
+    return hyper.scaled(remaining, *names)

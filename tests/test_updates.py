@@ -18,6 +18,7 @@ from purejaxppo.agent import (
     OptState,
     _as_vector,
     adapt_learning_rate,
+    adapted_rates,
     apply_gradients,
     init_optimizer,
 )
@@ -225,23 +226,22 @@ def branches(seed):
 
 def test_actor_and_critic_have_their_own_learning_rates():
     hyper = Hyper(learning_rate=0.01, critic_learning_rate=0.003, max_grad_norm=1.0)
-    half = hyper.replace(desired_kl=0.01)
     critic = ("value", "value_head")
     labels = {name: "critic" if name in critic else "actor" for name in branches(0)}
     adams = {"actor": optax.adam(0.5 * 0.01, eps=1e-5), "critic": optax.adam(0.5 * 0.003, eps=1e-5)}
     reference = optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(adams, labels))
     params = expected = branches(0)
-    opt_state, reference_state = init_optimizer(half, params), reference.init(params)
-    opt_state = opt_state.replace(adaptive_scale=jnp.float32(0.5))
+    opt_state, reference_state = init_optimizer(hyper, params), reference.init(params)
+    half = adapted_rates(hyper, opt_state.replace(adaptive_scale=0.5))
+    assert half.learning_rate == pytest.approx(0.5 * 0.01)
+    assert adapted_rates(hyper, opt_state) == hyper
     for seed in (1, 2, 3):
         grads = branches(seed)
-        params, opt_state, rate, _ = apply_gradients(half, params, opt_state, grads)
-        assert rate == pytest.approx(0.5 * 0.01)
+        params, opt_state, _ = apply_gradients(half, params, opt_state, grads)
         updates, reference_state = reference.update(grads, reference_state)
         expected = optax.apply_updates(expected, updates)
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-7)
     tiny = hyper.replace(critic_learning_rate=1e-12)
-    opt_state = opt_state.replace(adaptive_scale=None)
     still, *_ = apply_gradients(tiny, params, opt_state, branches(4))
     moved = {
         n: float(jnp.max(jnp.abs(still[n]["kernel"] - p["kernel"]))) for n, p in params.items()

@@ -19,7 +19,8 @@ from purejaxppo.envs.custom import Factory
 from purejaxppo.envs.images import prepare_images
 from purejaxppo.values import ConfigError, suggest
 
-# What each suite has. The names of all but Gymnax's begin with the suite's.
+# What each suite has; of Playground's its dm_control suite, which needs no download. The names of all but
+# Gymnax's begin with the suite's.
 _SUITES = {
     "gymnax": """
         CartPole-v1 Pendulum-v1 Acrobot-v1 MountainCar-v0 MountainCarContinuous-v0
