@@ -102,7 +102,7 @@ GYMNAX = {
         "trying the uncertain arm once (benchmarks/optima.py)."
     ),
     "MemoryChain-bsuite": Target(
-        note="Without memory the answer is a guess, and every policy's mean is 0; with it, 2."
+        note="Without memory the answer is a guess, and every policy's mean is 0; with it, 1."
     ),
 }
 

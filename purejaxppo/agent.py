@@ -41,7 +41,7 @@ class AgentOutput(struct.PyTreeNode):
 
     policy: Distribution  # [...]
     value: Array  # [...] in the units of the scaled reward
-    carry: Any  # memory after this observation, () without one
+    carry: Any  # [N, H] memory after the last observation, () without one
 
 
 class OptState(struct.PyTreeNode):
@@ -72,9 +72,9 @@ class Agent:
         return init_params(self.network, key, example, hyper.policy_gain, hyper.init_log_std)
 
     def init_carry(self, num_envs: int) -> Any:
-        """Memory at the start of N episodes."""
-        del num_envs
-        return ()
+        """[N, H] memory at the start of N episodes, () without one."""
+        units = self.network.gru_units
+        return jnp.zeros((num_envs, units)) if units else ()
 
     def apply(
         self, params: Any, obs_stats: stats.Moments | None, obs: Array, carry: Any, first: Array
@@ -82,8 +82,9 @@ class Agent:
         """Policy and value of a batch.
 
         Args:
-            obs: [..., *observation_space.shape], as the environment gives it.
-            carry: memory before this observation.
+            obs: [..., *observation_space.shape], as the environment gives it; with a memory [N, ...] of a
+                step, or [N, T, ...] of T steps in a row.
+            carry: [N, H] memory before these observations.
             first: [...] bool, the observation begins an episode.
         """
         features = self._features(obs_stats, obs)
@@ -154,7 +155,10 @@ def make_agent(config: Config, observation_space: Space, action_space: Space) ->
         torso_layers=torso_layers,
         policy_layers=config.policy_layers,
         value_layers=config.value_layers,
-        shared_torso=bool(cnn_layers) if config.shared_torso is None else config.shared_torso,
+        gru_units=config.gru_units or 0,
+        shared_torso=bool(cnn_layers or config.gru_units)
+        if config.shared_torso is None
+        else config.shared_torso,
         activation=config.activation or ("relu" if cnn_layers else "tanh"),
         convolution=config.convolution,
         log_std=config.log_std if continuous else None,

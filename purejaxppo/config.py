@@ -27,6 +27,7 @@ _ELSEWHERE = {
     "update_epochs": "epochs n_epochs num_epochs num_updates_per_batch",
     "num_minibatches": "batch_size minibatch_size n_minibatches",
     "torso_layers": "layers hidden_size hidden_sizes hidden_layer_sizes net_arch",
+    "gru_units": "lstm_hidden_size rnn_hidden_size hidden_state_size",
     "normalize_observations": "norm_obs normalize_env",
     "normalize_rewards": "norm_reward",
     "normalize_advantages": "norm_adv normalize_advantage",
@@ -83,8 +84,8 @@ class Config:
     """Minibatches in a pass; num_envs * num_steps must be a multiple."""
     microbatch_size: int | None = None
     """Most samples whose gradients are computed at a time; by default a minibatch, of images on a CPU what its cache holds."""
-    minibatches: Literal["samples", "sequences"] = "samples"
-    """Minibatches of single samples, or of whole rollouts of some of the environments."""
+    minibatches: Literal["auto", "samples", "sequences"] = "auto"
+    """Minibatches of single samples, or of whole rollouts of some of the environments; auto: samples, with a GRU sequences."""
     cnn_layers: CnnLayers | None = None
     """Convolutions, features x kernel x stride of each, or nature, minatar, flat (none); by default what fits."""
     torso_layers: tuple[int, ...] | None = None
@@ -93,8 +94,10 @@ class Config:
     """Widths of further layers of the policy."""
     value_layers: tuple[int, ...] = ()
     """Widths of further layers of the value function."""
+    gru_units: int | None = None
+    """Units of a GRU after the torso: a memory of the episode so far; none when not given."""
     shared_torso: bool | None = None
-    """One torso for policy and value instead of one each; by default with convolutions alone."""
+    """One torso for policy and value instead of one each; by default with convolutions or a GRU alone."""
     activation: str | None = None
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"
@@ -126,6 +129,11 @@ class Config:
     def env_options(self) -> dict[str, Any]:
         """All that the environment's factory is given."""
         return dict(self.env_args) | ({"backend": self.backend} if self.backend else {})
+
+    @property
+    def in_sequences(self) -> bool:
+        """Whether minibatches are of sequences."""
+        return self.minibatches == "sequences" or self.gru_units is not None
 
     @property
     def batch_size(self) -> int:

@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from purejaxppo import machine, numpy_policy, stats
-from purejaxppo.agent import is_bytes
+from purejaxppo.agent import Agent, is_bytes
 from purejaxppo.files import replacing
-from purejaxppo.policy import Policy, act
+from purejaxppo.policy import Policy, act, step
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
+from purejaxppo.types import PyTree
 from purejaxppo.values import ConfigError, to_json
 
 Arrays = dict[str, np.ndarray]
@@ -27,10 +30,12 @@ def export(policy: Policy, directory: Path) -> list[Path]:
     """Writes the deterministic policy, with its normaliser and the bounds of its actions inside.
 
     All take observations [b, *observation_space.shape] of any batch size b, of the space's dtype
-    (int32 for a Discrete one), and give actions [b, *action_space.shape]:
+    (int32 for a Discrete one), and give actions [b, *action_space.shape]. A policy with a memory takes
+    it after them and gives the next one after these, [b, H], zeros where an episode begins:
 
     - `policy.stablehlo`: for `jax.export.deserialize(...).call(obs)` on CPU, CUDA and TPU.
-    - `policy.onnx`: input `obs`, output `action`; only where the extra `onnx` is installed.
+    - `policy.onnx`: input `obs`, output `action`, and for a memory `memory` and `memory_after`; only where
+      the extra `onnx` is installed.
     - `policy.npz` and `policy.py`: arrays, and the few lines of numpy that act with them.
     - `policy.json`: what it is a policy for, and where it comes from.
 
@@ -63,18 +68,23 @@ def export(policy: Policy, directory: Path) -> list[Path]:
 
 
 def make_stablehlo(policy: Policy) -> bytes:
-    """`act` as serialised StableHLO, with XLA's own convolutions: it is for any device."""
+    """`act`, or `step`, as serialised StableHLO, with XLA's own convolutions: it is for any device."""
     network = policy.agent.network.clone(convolution="xla")
     agent = dataclasses.replace(policy.agent, network=network)
-    shape = ", ".join(["b", *map(str, policy.agent.observation_space.shape)])
-    obs = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), _input_dtype(policy))
-    program = jax.jit(functools.partial(act, agent, policy.params, policy.obs_stats))
+    (size,) = jax.export.symbolic_shape("b")
+    shape = size, *policy.agent.observation_space.shape
+    seen: list[Any] = [jax.ShapeDtypeStruct(shape, _input_dtype(policy))]
+    function = act
+    if network.gru_units:
+        seen += [jax.ShapeDtypeStruct((size, network.gru_units), np.float32)]
+        function = _remembering
+    program = jax.jit(functools.partial(function, agent, policy.params, policy.obs_stats))
     # Else the paths of all source files that led there would be in the program.
     option = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, option)
     jax.config.update(option, 0)
     try:
-        exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(obs)
+        exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(*seen)
     finally:
         jax.config.update(option, before)
     return bytes(exported.serialize())
@@ -100,15 +110,31 @@ def make_arrays(policy: Policy) -> Arrays:
             "obs_std": np.float32(255.0),
             "obs_clip": np.float32(1.0),
         }
-    torsos = [params[part] for part in ("torso", "policy") if part in params]
-    layers = [torso[name] for torso in torsos for name in sorted(torso, key=_place)]
-    layers.append(params["policy_head"])
+    torso, further = (_layers(params.get(part, {})) for part in ("torso", "policy"))
+    layers = [*torso, *further, params["policy_head"]]
+    if "memory" in params:
+        recurrent = {name: x for name, x in params["memory"].items() if name != "inputs"}
+        memory = params["memory"]["inputs"] | recurrent
+        named |= {f"memory_{name}": array for name, array in memory.items()}
+        named["memory_after"] = len(torso)
     for i, layer in enumerate(layers):
         named |= {f"kernel_{i}": layer["kernel"], f"bias_{i}": layer["bias"]}
     for i, (_, _, stride) in enumerate(agent.network.cnn_layers):
         named[f"stride_{i}"] = stride
     named |= {"num_layers": len(layers)} | _head(agent.action_space, agent.squash)
     return {name: np.asarray(value) for name, value in named.items()}
+
+
+def _remembering(
+    agent: Agent, params: PyTree, obs_stats: stats.Moments | None, obs: Array, memory: Array
+) -> tuple[Array, Array]:
+    """`step` in the midst of episodes."""
+    return step(agent, params, obs_stats, obs, memory, jnp.zeros(obs.shape[0], bool))
+
+
+def _layers(torso: dict[str, Any]) -> list[Any]:
+    """In their order."""
+    return [torso[name] for name in sorted(torso, key=_place)]
 
 
 def _place(name: str) -> tuple[str, int]:
@@ -138,6 +164,7 @@ def make_facts(policy: Policy) -> dict[str, Any]:
         "images": {n: getattr(policy.config, n) for n in ("grayscale", "resize", "frame_stack")},
         "observation_space": _facts_of(policy.agent.observation_space),
         "action_space": _facts_of(policy.agent.action_space),
+        "memory": policy.agent.network.gru_units,
         "run": policy.run.number,
         "seed": policy.run.seed,
         "swept": policy.run.setting.swept,

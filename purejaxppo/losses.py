@@ -16,11 +16,14 @@ from jax import Array
 from purejaxppo.config import Hyper
 from purejaxppo.devices import mean_over_devices
 from purejaxppo.distributions import Distribution
-from purejaxppo.types import Scalar
+from purejaxppo.types import PyTree, Scalar
 
 
 class Minibatch(struct.PyTreeNode):
-    """Samples of an update: what the network reads, and what the loss compares its answer with."""
+    """Samples of an update: what the network reads, and what the loss compares its answer with.
+
+    [B] are samples one by one, or [b, T] sequences of a rollout.
+    """
 
     obs: Array  # [B, ...]
     first: Array  # [B] bool: obs begins an episode
@@ -31,6 +34,7 @@ class Minibatch(struct.PyTreeNode):
     advantage: Array  # [B]
     target: Array  # [B] of the value function
     weight: Array  # [B] in every mean; 0: not valid, and left out of everything
+    carry: PyTree = ()  # [b, H] the memory that b sequences begin with, () without one
 
 
 class LossMetrics(struct.PyTreeNode):
@@ -126,7 +130,7 @@ def ppo_loss(
     losses with and without moving V further than value_clip_eps from the value that acted.
 
     Args:
-        policy: of the B observations, under the current parameters.
+        policy: of the observations [B], under the current parameters.
         value: [B] likewise.
         hyper: what weighs and clips the loss in this iteration, annealing applied.
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from purejaxppo.activations import ACTIVATIONS
+from purejaxppo.activations import ACTIVATIONS, tanh
 from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes
 from purejaxppo.products import multiply
 from purejaxppo.types import Scalar
@@ -25,15 +25,16 @@ class NetworkOutput(struct.PyTreeNode):
     policy: Array  # [..., O] logits, or the mean of a Gaussian
     log_std: Array | None  # [..., A], None for discrete actions
     value: Array  # [...]
-    carry: Any  # the torso's memory after this observation, () without one
+    carry: Any  # [N, H] the memory after the last observation, () without one
 
 
-def _dense(features: int) -> nn.Dense:
+def _dense(features: int, name: str | None = None) -> nn.Dense:
     """A dense layer with the fast gradient; `init_params` has the weights it begins with."""
     return nn.Dense(
         features,
         kernel_init=nn.initializers.zeros,  # Flax traces it in every call, to compare shapes
         dot_general=lambda x, kernel, *_, **__: multiply(x, kernel),
+        name=name,
     )
 
 
@@ -58,11 +59,49 @@ class Torso(nn.Module):
         return x
 
 
+class Memory(nn.Module):
+    """A gated recurrent unit (Cho et al., 2014, with the reset after the product, as cuDNN has it)."""
+
+    units: int
+
+    @nn.compact
+    def __call__(self, x: Array, carry: Array, first: Array) -> tuple[Array, Array]:
+        """The memory after each observation, and after the last one [N, H].
+
+        Args:
+            x: [N, F] of an observation, or [N, T, F] of T in a row.
+            carry: [N, H] the memory before them.
+            first: [N] or [N, T] bool, the observation begins an episode: all before is forgotten.
+        """
+        inputs = _dense(3 * self.units, name="inputs")(x)
+        zeros, width = nn.initializers.zeros, 3 * self.units
+        kernel = self.param("recurrent_kernel", zeros, (self.units, width))
+        bias = self.param("recurrent_bias", zeros, (width,))
+
+        def step(carry: Array, seen: tuple[Array, Array]) -> tuple[Array, Array]:
+            inputs, first = seen
+            before = jnp.where(first[..., None], 0.0, carry)
+            recalled = multiply(before, kernel) + bias
+            (gates, new), (own_gates, own) = (
+                jnp.split(x, [2 * self.units], -1) for x in (inputs, recalled)
+            )
+            reset, keep = jnp.split(nn.sigmoid(gates + own_gates), 2, -1)
+            after = keep * before + (1 - keep) * tanh(new + reset * own)
+            return after, after
+
+        if first.ndim < carry.ndim:
+            return step(carry, (inputs, first))
+        by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, first))
+        carry, memory = jax.lax.scan(step, carry, by_time)
+        return jnp.moveaxis(memory, 0, 1), carry
+
+
 class ActorCritic(nn.Module):
     """torso -> policy layers -> policy head, and torso -> value layers -> value head.
 
     Attributes:
         num_outputs: O of the policy head.
+        gru_units: H of a memory between a shared torso and the layers of each part; 0 for none.
         log_std: None (discrete actions), "parameter", or "state" for a head of its own.
     """
 
@@ -71,6 +110,7 @@ class ActorCritic(nn.Module):
     torso_layers: tuple[int, ...]
     policy_layers: tuple[int, ...]
     value_layers: tuple[int, ...]
+    gru_units: int
     shared_torso: bool
     activation: str
     convolution: Literal["auto", "patches", "xla"]
@@ -82,6 +122,8 @@ class ActorCritic(nn.Module):
         if self.shared_torso:
             self.torso = self._torso(cnn, dense)
             cnn, dense = (), ()
+        if self.gru_units:
+            self.memory = Memory(self.gru_units)
         self.policy = self._torso(cnn, dense + self.policy_layers)
         self.value = self._torso(cnn, dense + self.value_layers)
         self.policy_head = _dense(self.num_outputs)
@@ -97,15 +139,17 @@ class ActorCritic(nn.Module):
         for conv in conv_shapes(self.cnn_layers, shape):
             units += conv.positions * (conv.patch + conv.features)
         units *= 1 if self.shared_torso else 2
+        units += (
+            8 * self.gru_units
+        )  # inputs and products of the three gates, the memory before and after
         return units + sum(self.policy_layers) + sum(self.value_layers) + self.num_outputs + 1
 
     def _torso(self, cnn_layers: CnnLayers, layers: tuple[int, ...]) -> Torso:
         return Torso(cnn_layers, layers, self.activation, self.convolution)
 
     def __call__(self, x: Array, carry: Any, first: Array) -> NetworkOutput:
-        """X [..., F] or images [..., H, W, C], carry and first [...] for torsos with memory."""
-        del first  # there is no memory to clear
-        features = self._features(x)
+        """X [..., F] or images [..., H, W, C]; with a memory as that is called."""
+        features, carry = self._features(x, carry, first)
         policy = self.policy(features)
         value = self._value(features)
         mean = self.policy_head(policy)
@@ -118,11 +162,13 @@ class ActorCritic(nn.Module):
 
     def value_alone(self, x: Array, carry: Any, first: Array) -> Array:
         """[...] the value that `__call__` gives; the policy need not be traced for it."""
-        del carry, first
-        return self._value(self._features(x))
+        return self._value(self._features(x, carry, first)[0])
 
-    def _features(self, x: Array) -> Array:
-        return self.torso(x) if self.shared_torso else x
+    def _features(self, x: Array, carry: Any, first: Array) -> tuple[Array, Any]:
+        """What both parts see, and the memory after the last observation."""
+        if self.shared_torso:
+            x = self.torso(x)
+        return self.memory(x, carry, first) if self.gru_units else (x, carry)
 
     def _value(self, features: Array) -> Array:
         return self.value_head(self.value(features)).squeeze(-1)
@@ -133,8 +179,8 @@ def init_params(
 ) -> Any:
     """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero.
 
-    Gains are sqrt(2) for hidden layers, 1 for the value's head, policy_gain for the policy's and 0.01
-    for that of a log-std; the log standard deviation starts at init_log_std.
+    Gains are sqrt(2) for hidden layers, 1 for a memory and the value's head, policy_gain for the policy's
+    and 0.01 for that of a log-std; the log standard deviation starts at init_log_std.
 
     Args:
         network: whose `init(key, *example)` gives the shapes.
@@ -142,13 +188,14 @@ def init_params(
         policy_gain, init_log_std: [].
     """
     gains = {"value_head": 1.0, "policy_head": policy_gain, "log_std_head": 0.01}
+    gains |= {"inputs": 1.0, "memory": 1.0}
     shapes = jax.eval_shape(network.init, jax.random.key(0), *example)["params"]
     leaves, treedef = jax.tree.flatten_with_path(shapes)
-    kernels = [leaf.shape for path, leaf in leaves if path[-1].key == "kernel"]
+    kernels = [leaf.shape for path, leaf in leaves if path[-1].key.endswith("kernel")]
     weights = iter(orthogonal(key, kernels))
     params = []
     for path, leaf in leaves:
-        if path[-1].key == "kernel":
+        if path[-1].key.endswith("kernel"):
             params.append(gains.get(path[-2].key, 2**0.5) * next(weights))
         else:
             fill = init_log_std if path[0].key.startswith("log_std") else 0.0

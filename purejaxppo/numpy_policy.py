@@ -1,5 +1,6 @@
 """A policy trained with PureJaxPPO, in numpy alone: `Policy("policy.npz")(obs)` is an action.
 
+One with a memory takes and gives it as well: `action, memory = policy.step(obs, memory)`.
 `purejaxppo export` puts a copy of this file beside the arrays it reads. It needs nothing else.
 """
 
@@ -24,14 +25,36 @@ class Policy:
 
     def __call__(self, obs):
         """Actions [..., *action_shape] for obs [..., *observation_shape], as the environment has it."""
+        if "memory_after" in self.arrays:
+            raise ValueError("this policy has a memory: step(obs, memory) gives it back, too")
+        return self.step(obs)[0]
+
+    def step(self, obs, memory=None):
+        """Actions, and the memory [B, H] after B observations in all; None: all begin an episode."""
         arrays, obs = self.arrays, np.asarray(obs)
         shape = tuple(arrays["observation_shape"])
         batch = obs.shape[: obs.ndim - len(shape)]
         x = self._features(obs.reshape(int(np.prod(batch)), *shape))
         last = int(arrays["num_layers"]) - 1
-        for i in range(last):
-            x = self.activation(self._layer(i, x))
-        return self._action(self._layer(last, x)).reshape(batch + tuple(arrays["action_shape"]))
+        for i in range(last + 1):
+            if i == arrays.get("memory_after"):
+                x = memory = self._remember(x, memory)
+            x = self._layer(i, x) if i == last else self.activation(self._layer(i, x))
+        return self._action(x).reshape(batch + tuple(arrays["action_shape"])), memory
+
+    def _remember(self, x, memory):
+        """The gated recurrent unit's memory [B, H] after x [B, F]."""
+        kernel, bias, own_kernel, own_bias = (
+            self.arrays[f"memory_{name}"]
+            for name in ("kernel", "bias", "recurrent_kernel", "recurrent_bias")
+        )
+        units = len(own_kernel)
+        memory = np.zeros((len(x), units), np.float32) if memory is None else memory
+        new, own = x.reshape(len(x), len(kernel)) @ kernel + bias, memory @ own_kernel + own_bias
+        gates = 0.5 + 0.5 * np.tanh(0.5 * (new + own)[:, : 2 * units])  # sigmoid, never overflowing
+        reset, keep = gates[:, :units], gates[:, units:]
+        new = np.tanh(new[:, 2 * units :] + reset * own[:, 2 * units :])
+        return keep * memory + (1 - keep) * new
 
     def _layer(self, i, x):
         """A convolution without padding of images [B, H, W, C], or a dense layer."""

@@ -39,23 +39,31 @@ class _Graph:
 
 
 def make_onnx(arrays: Arrays, dtype: np.dtype) -> bytes:
-    """A model from `obs` [b, ...] of this dtype to `action` [b, ...]."""
+    """A model from `obs` [b, ...] of this dtype to `action` [b, ...], and from `memory` to `memory_after`."""
     add, last = _Graph(), int(arrays["num_layers"]) - 1
+    remembers = "memory_after" in arrays
     x = _features(add, arrays)
-    for i in range(last):
-        x = _activation(add, str(arrays["activation"]), _layer(add, arrays, i, x))
-    action = _action(add, arrays, _layer(add, arrays, last, x))
-    add("Reshape", action, [-1, *arrays["action_shape"]])
+    for i in range(last + 1):
+        if i == arrays.get("memory_after"):
+            x = _memory(add, arrays, x)
+        x = _layer(add, arrays, i, x)
+        if i < last:
+            x = _activation(add, str(arrays["activation"]), x)
+    add("Reshape", _action(add, arrays, x), [-1, *arrays["action_shape"]])
     add.nodes[-1].output[:] = ["action"]
 
     def value(name: str, dtype: np.dtype, shape: np.ndarray) -> onnx.ValueInfoProto:
         kind = helper.np_dtype_to_tensor_dtype(dtype)
         return helper.make_tensor_value_info(name, kind, ["b", *shape.tolist()])
 
-    obs = value("obs", dtype, arrays["observation_shape"])
     kind = np.dtype(np.int32 if "nvec" in arrays else np.float32)
-    actions = value("action", kind, arrays["action_shape"])
-    graph = helper.make_graph(add.nodes, "policy", [obs], [actions], add.constants)
+    inputs = [value("obs", dtype, arrays["observation_shape"])]
+    outputs = [value("action", kind, arrays["action_shape"])]
+    if remembers:
+        size = arrays["memory_recurrent_kernel"].shape[:1]
+        inputs.append(value("memory", np.dtype(np.float32), np.array(size)))
+        outputs.append(value("memory_after", np.dtype(np.float32), np.array(size)))
+    graph = helper.make_graph(add.nodes, "policy", inputs, outputs, add.constants)
     opset = helper.make_opsetid("", _OPSET)
     model = helper.make_model_gen_version(graph, opset_imports=[opset], producer_name="purejaxppo")
     onnx.checker.check_model(model, full_check=True)
@@ -85,6 +93,24 @@ def _layer(add: _Graph, arrays: Arrays, i: int, x: str) -> str:
     x = add("Transpose", x, perm=[0, 3, 1, 2])
     x = add("Conv", x, kernel.transpose(3, 2, 0, 1), bias, strides=strides)
     return add("Transpose", x, perm=[0, 2, 3, 1])
+
+
+def _memory(add: _Graph, arrays: Arrays, x: str) -> str:
+    """A gated recurrent unit's memory [b, H] after x, of the one before it."""
+    units = len(arrays["memory_recurrent_kernel"])
+
+    def part(x: str, start: int, end: int) -> str:
+        return add("Slice", x, [start * units], [end * units], [1])
+
+    new = add("Gemm", add("Flatten", x), arrays["memory_kernel"], arrays["memory_bias"])
+    own = add("Gemm", "memory", arrays["memory_recurrent_kernel"], arrays["memory_recurrent_bias"])
+    gates = add("Sigmoid", part(add("Add", new, own), 0, 2))
+    reset, keep = part(gates, 0, 1), part(gates, 1, 2)
+    new = add("Tanh", add("Add", part(new, 2, 3), add("Mul", reset, part(own, 2, 3))))
+    # keep * memory + (1 - keep) * new
+    add("Add", new, add("Mul", keep, add("Sub", "memory", new)))
+    add.nodes[-1].output[:] = ["memory_after"]
+    return "memory_after"
 
 
 def _activation(add: _Graph, name: str, x: str) -> str:

@@ -122,7 +122,7 @@ def make_footprint(
     each = plan.padded * plan.shards
     state = nbytes(states) // each
     pool = env.pool_size * nbytes(states.env_state) // each
-    per_sample = nbytes(states.env_state.obs) // (each * config.num_envs)
+    per_sample = nbytes((states.env_state.obs, states.carry)) // (each * config.num_envs)
     per_sample += 4 * (2 * num_outputs(env.action_space) + 10)
     rollout = config.batch_size * per_sample
     order = 4 * config.update_epochs * config.batch_size

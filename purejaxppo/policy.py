@@ -52,7 +52,7 @@ class Policy:
         return self.run.setting.config
 
     def __call__(self, obs: np.ndarray | Array, key: Array | None = None) -> np.ndarray:
-        """Actions as the environment takes them.
+        """Actions as the environment takes them, of a policy without memory.
 
         Args:
             obs: [..., *observation_space.shape], as the agent's space has it: images grey, resized
@@ -63,31 +63,76 @@ class Policy:
             [..., *action_space.shape]
 
         Raises:
-            ValueError: observations of another shape.
+            ValueError: observations of another shape, or a policy with a memory.
+        """
+        _without_memory(self.agent)
+        return self.step(obs, key=key)[0]
+
+    def step(
+        self, obs: np.ndarray | Array, memory: PyTree = None, key: Array | None = None
+    ) -> tuple[np.ndarray, PyTree]:
+        """Actions as calling the policy gives, and what it remembers then.
+
+        Args:
+            obs, key: likewise.
+            memory: what the step before gave, [B, H] for B observations in all; zeros for one that begins
+                an episode, None where all do.
         """
         shape, obs = self.agent.observation_space.shape, np.asarray(obs)
         batch = obs.shape[: obs.ndim - len(shape)]
         if obs.shape != batch + shape:
             raise ValueError(f"observations {list(obs.shape)} do not end in {list(shape)}")
         flat = obs.reshape(-1, *shape)
-        action = _jitted(self.agent, self.params, self.obs_stats, flat, key)
-        return np.asarray(action).reshape((*batch, *self.agent.action_space.shape))
+        if memory is None:
+            memory = self.agent.init_carry(len(flat))
+        first = np.zeros(len(flat), bool)
+        action, memory = _jitted(self.agent, self.params, self.obs_stats, flat, memory, first, key)
+        return np.asarray(action).reshape((*batch, *self.agent.action_space.shape)), memory
+
+
+def _without_memory(agent: Agent) -> None:
+    """Raises ValueError where actions depend on more than the observation."""
+    if agent.network.gru_units:
+        raise ValueError("this policy has a memory, which is to be given again: see step")
 
 
 def act(
     agent: Agent, params: PyTree, obs_stats: Moments | None, obs: Array, key: Array | None = None
 ) -> Array:
-    """[B, *action_space.shape] actions for observations [B, ...], sampled where key is given."""
+    """[B, *action_space.shape] actions for observations [B, ...], sampled where key is given.
+
+    Raises:
+        ValueError: the agent has a memory.
+    """
+    _without_memory(agent)
+    return step(agent, params, obs_stats, obs, (), jnp.ones(obs.shape[0], bool), key)[0]
+
+
+def step(
+    agent: Agent,
+    params: PyTree,
+    obs_stats: Moments | None,
+    obs: Array,
+    carry: PyTree,
+    first: Array,
+    key: Array | None = None,
+) -> tuple[Array, PyTree]:
+    """What `act` gives, and the memory [B, H] after it.
+
+    Args:
+        carry: the memory before, see `Agent.init_carry`.
+        first: [B] bool, the observation begins an episode: what was before is forgotten.
+    """
     size = obs.shape[0]
-    output = agent.apply(params, obs_stats, obs, agent.init_carry(size), jnp.ones(size, bool))
+    output = agent.apply(params, obs_stats, obs, carry, first)
     if key is None:
         action = output.policy.mode()
     else:
         action = output.policy.sample(draw_noise(key, agent.action_space, (size,)))
-    return output.policy.to_env(action).reshape(size, *agent.action_space.shape)
+    return output.policy.to_env(action).reshape(size, *agent.action_space.shape), output.carry
 
 
-_jitted = jax.jit(act, static_argnums=0)
+_jitted = jax.jit(step, static_argnums=0)
 
 
 def acting(state: TrainState) -> dict[str, PyTree]:

@@ -232,10 +232,10 @@ def _share(config: Config, shards: int) -> Config:
             f"--shard environments: --num-envs {config.num_envs} cannot be divided among {shards} "
             f"devices (JAX_NUM_CPU_DEVICES), each with --num-minibatches {config.num_minibatches}"
         )
-    if config.minibatches == "sequences" and share.num_envs % config.num_minibatches:
+    if config.in_sequences and share.num_envs % config.num_minibatches:
         raise ConfigError(
             f"--shard environments: the {share.num_envs} environments of a device are not divisible "
-            f"by --num-minibatches {config.num_minibatches}, as --minibatches sequences needs"
+            f"by --num-minibatches {config.num_minibatches}, as minibatches of sequences need"
         )
     return share
 

@@ -24,11 +24,11 @@ from PIL import Image, ImageDraw, ImageFont
 from purejaxppo import envs
 from purejaxppo.agent import Agent
 from purejaxppo.devices import split_keys
-from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState, finite_start
+from purejaxppo.envs.base import Environment, VectorEnvironment, VectorState
 from purejaxppo.envs.images import Images, of_environment
-from purejaxppo.evaluate import MAX_STEPS, key_of
+from purejaxppo.evaluate import MAX_STEPS, Player, advance, begin, key_of
 from purejaxppo.files import replacing
-from purejaxppo.policy import Policy, act
+from purejaxppo.policy import Policy
 from purejaxppo.sketches import INK, PAPER, Sketch, sketch_of
 from purejaxppo.stats import Moments
 from purejaxppo.types import Episode, PyTree
@@ -134,18 +134,17 @@ def _shoot_outside(
     agent, params, obs_stats = policy.agent, policy.params, policy.obs_stats
 
     @jax.jit
-    def step(states: PyTree, key: Array) -> tuple[PyTree, Episode]:
-        action = act(agent, params, obs_stats, states.obs, key if sampled else None)
-        states, _, now = env.step(key[None], states, action.reshape(1, -1))
-        return states, jax.tree.map(lambda x: x[0], now)
+    def step(player: Player, key: Array) -> tuple[Player, Episode]:
+        player, now = advance(env, agent, params, obs_stats, player, key, sampled)
+        return player, jax.tree.map(lambda x: x[0], now)
 
-    reset, stride = jax.jit(lambda key: finite_start(env.reset(key))), _pace(sketch)
+    start, stride = jax.jit(functools.partial(begin, env, agent)), _pace(sketch)
     rolls = []
     for number in range(episodes):
         env.prepare()
         key = key_of(seed, number)
         size = max(max_frames // episodes, 2)
-        roll, stride = _roll(env, step, reset(key[None]), key, stride, size)
+        roll, stride = _roll(env, step, start(key[None]), key, stride, size)
         rolls.append(roll)
     # In all the same steps between frames, and as many frames.
     rolls = [[roll[n] for n in sorted(roll) if n % stride == 0 or n == max(roll)] for roll in rolls]
@@ -158,7 +157,7 @@ def _shoot_outside(
 
 
 def _roll(
-    env: Any, step: Callable[..., Any], states: PyTree, key: Array, stride: int, size: int
+    env: Any, step: Callable[..., Any], player: Player, key: Array, stride: int, size: int
 ) -> tuple[dict[int, tuple[np.ndarray, Episode]], int]:
     """Frames of an episode by its length, every `stride` steps and at the end, and that stride.
 
@@ -166,10 +165,10 @@ def _roll(
     """
     camera: Any = env.env if isinstance(env, Images) else env
     now = Episode(jnp.zeros((), bool), jnp.zeros(()), jnp.zeros((), jnp.int32))
-    jax.block_until_ready(states)  # the frames are asked for behind its back
+    jax.block_until_ready(player)  # the frames are asked for behind its back
     roll = {0: (camera.frames()[0], now)}
     for t in range(env.max_episode_steps or MAX_STEPS):
-        states, now = jax.device_get(step(states, jax.random.fold_in(key, t)))
+        player, now = jax.device_get(step(player, jax.random.fold_in(key, t)))
         if now.ended or now.length % stride == 0:
             roll[int(now.length)] = camera.frames()[0], now
         if now.ended:
@@ -225,11 +224,10 @@ def _play(
     each, limit = jnp.arange(env.num_envs), env.max_episode_steps or MAX_STEPS
     (key_steps,), key_reset = split_keys(key, env.num_envs)
 
-    def step(carry: tuple[Array, PyTree, _Film]) -> tuple[Array, PyTree, _Film]:
-        t, states, film = carry
-        (key_noise,), key_env = split_keys(jax.random.fold_in(key_steps, t), env.num_envs)
-        action = act(agent, params, obs_stats, states.obs, key_noise if sampled else None)
-        states, _, now = env.step(key_env, states, action)
+    def step(carry: tuple[Array, Player, _Film]) -> tuple[Array, Player, _Film]:
+        t, player, film = carry
+        key = jax.random.fold_in(key_steps, t)
+        player, now = advance(env, agent, params, obs_stats, player, key, sampled)
         over, t = film.episode.ended, t + 1
         episode = jax.tree.map(lambda a, b: jnp.where(over, a, b), film.episode, now)
         shown = ~over & (now.ended | (t % stride == 0) | (t == limit))
@@ -237,21 +235,21 @@ def _play(
         kept = jax.tree.map(
             lambda slots, x: slots.at[each, slot].set(x, mode="drop"),
             (film.seen, film.so_far),
-            (sees(of_environment(states)), episode),
+            (sees(of_environment(player.env_state)), episode),
         )
-        return t, states, _Film(*kept, episode=episode)
+        return t, player, _Film(*kept, episode=episode)
 
-    def unfinished(carry: tuple[Array, PyTree, _Film]) -> Array:
+    def unfinished(carry: tuple[Array, Player, _Film]) -> Array:
         return (carry[0] < limit) & ~jnp.all(carry[2].episode.ended)
 
-    states = finite_start(env.reset(key_reset))
+    player = begin(env, agent, key_reset)
     zeros = jnp.zeros(each.shape)
     episode = Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32))
     slots = jax.tree.map(
-        lambda x: jnp.repeat(x[:, None], size, 1), (sees(of_environment(states)), episode)
+        lambda x: jnp.repeat(x[:, None], size, 1), (sees(of_environment(player.env_state)), episode)
     )
     film = _Film(*slots, episode=episode)
-    return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), states, film))[2]
+    return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), player, film))[2]
 
 
 def _reel(sketch: Sketch, film: _Film, stride: int) -> _Reel:

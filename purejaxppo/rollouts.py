@@ -20,10 +20,10 @@ from purejaxppo.agent import Agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import num_shards, own_share
 from purejaxppo.distributions import noise_from_bits, num_outputs
-from purejaxppo.envs.base import VectorEnvironment, finite_start
+from purejaxppo.envs.base import VectorEnvironment, begins, finite_start
 from purejaxppo.losses import gae
 from purejaxppo.shuffles import BITS, permutations
-from purejaxppo.types import Episode, PyTree, Rollout, TrainState, Transition
+from purejaxppo.types import Episode, Final, PyTree, Rollout, TrainState, Transition
 
 # Bytes of activations that a CPU multiplies fastest at a time.
 _CACHED = 48 * 2**20
@@ -43,7 +43,7 @@ class Draws(NamedTuple):
     key_pool: Array  # [P, N] for the start states
     key_env: Array  # [T, N] a key for every step of every environment
     noise: Array  # [T, N, ...] for the actions
-    order: Array  # [epochs, T * N] uint32, permutations of the samples; [epochs, N] for sequences
+    order: Array  # [epochs, T * N] uint32, permutations of the samples; [epochs, N] of sequences
 
 
 class Actor(struct.PyTreeNode):
@@ -51,8 +51,8 @@ class Actor(struct.PyTreeNode):
 
     env_state: PyTree
     first: Array  # [N] bool
-    carry: PyTree
-    final_obs: Array  # [K, N, ...]
+    carry: PyTree  # [N, ...]
+    final: Final  # [K, N, ...]
 
 
 def draw(setup: Setup, key: Array) -> Draws:
@@ -63,7 +63,7 @@ def draw(setup: Setup, key: Array) -> Draws:
     config, env, _ = setup
     width = jax.random.key_data(key).size  # words of a key
     num_envs = env.num_envs * num_shards()
-    rows = 1 if config.minibatches == "sequences" else config.num_steps
+    rows = 1 if config.in_sequences else config.num_steps
     shapes = [
         (env.pool_size, num_envs, width),
         (config.num_steps, num_envs, width),
@@ -94,15 +94,17 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
         env_state=finite_start(env.begin_rollout(draws.key_pool, state.env_state)),
         first=state.first,
         carry=state.carry,
-        final_obs=jnp.zeros((slots, *obs.shape), obs.dtype),
+        final=jax.tree.map(
+            lambda x: jnp.zeros((slots, *x.shape), x.dtype), Final(obs, state.carry)
+        ),
     )
     act = functools.partial(_act, setup, state.params, state.obs_stats)
     actor, (transitions, episodes) = _scan_rows(act, actor, steps)
     env_state = env.end_rollout(actor.env_state)
+    data = Rollout(transitions, episodes, state.carry, actor.final)
     if not setup.agent.network.shared_torso:
-        transitions = transitions.replace(value=values(setup, state, transitions))
-    state = state.replace(env_state=env_state, first=actor.first, carry=actor.carry)
-    return state, Rollout(transitions, episodes, actor.final_obs)
+        data = data.replace(transitions=transitions.replace(value=values(setup, state, data)))
+    return state.replace(env_state=env_state, first=actor.first, carry=actor.carry), data
 
 
 def _scan_rows(
@@ -165,14 +167,19 @@ def _act(
         truncated=timestep.truncated,
         valid=valid,
     )
-    final_obs = actor.final_obs
+    final = actor.final
     if window := truncation_window(env):
-        slot = t // window if len(final_obs) > 1 else 0  # of one, no copy is made
-        mask = timestep.truncated.reshape(batch + (1,) * (obs.ndim - 1))
-        before = jax.lax.dynamic_index_in_dim(final_obs, slot, keepdims=False)
-        now = jnp.where(mask, timestep.obs, before)
-        final_obs = jax.lax.dynamic_update_index_in_dim(final_obs, now, slot, axis=0)
-    return Actor(env_state, episode.ended, output.carry, final_obs), (transition, episode)
+        slot = t // window if len(final.obs) > 1 else 0  # of one, no copy is made
+
+        def put(slots: Array, x: Array) -> Array:
+            mask = timestep.truncated.reshape(batch + (1,) * (x.ndim - 1))
+            before = jax.lax.dynamic_index_in_dim(slots, slot, keepdims=False)
+            now = jnp.where(mask, x, before)
+            return jax.lax.dynamic_update_index_in_dim(slots, now, slot, axis=0)
+
+        final = jax.tree.map(put, final, Final(timestep.obs, output.carry))
+    first = begins(env, timestep, episode)
+    return Actor(env_state, first, output.carry, final), (transition, episode)
 
 
 def truncation_window(env: VectorEnvironment) -> int | None:
@@ -185,15 +192,28 @@ def truncation_window(env: VectorEnvironment) -> int | None:
     return 1 if env.may_truncate else env.max_episode_steps
 
 
-def values(setup: Setup, state: TrainState, steps: Transition) -> Array:
-    """[T, N] of a value network that has nothing in common with the policy's, after the rollout.
+def values(setup: Setup, state: TrainState, data: Rollout) -> Array:
+    """[T, N] of the observations of a rollout, taken after it.
 
-    A few large products in place of small ones in every step, which XLA leaves out as nothing reads them.
-    As many observations at a time as an update has, so that this takes no more memory.
+    Where the value network has nothing in common with the policy's, these are a few large products in
+    place of small ones in every step, which XLA leaves out as nothing reads them. As many observations at
+    a time as an update has, so that this takes no more memory.
     """
-    parts = [x.reshape(_num_parts(setup), -1, *x.shape[2:]) for x in (steps.obs, steps.first)]
-    value = jax.lax.map(functools.partial(_value, setup, state), tuple(parts))
-    return value.reshape(steps.value.shape)
+    steps, config = data.transitions, setup.config
+    obs, first = as_samples(config, (steps.obs, steps.first))
+    parts = jax.tree.map(
+        lambda x: x.reshape(_num_parts(setup), -1, *x.shape[1:]), (obs, data.carry, first)
+    )
+    value = jax.lax.map(functools.partial(_value, setup, state), parts)
+    shape = steps.value.shape
+    return value.reshape(shape[::-1]).T if config.in_sequences else value.reshape(shape)
+
+
+def as_samples(config: Config, steps: PyTree) -> PyTree:
+    """Of arrays [T, N, ...] what minibatches are picked from: [T * N, ...], or sequences [N, T, ...]."""
+    if config.in_sequences:
+        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), steps)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), steps)
 
 
 def _num_parts(setup: Setup) -> int:
@@ -209,14 +229,14 @@ def num_microbatches(setup: Setup) -> int:
     convolutional = agent.network.cnn_layers and jax.default_backend() == "cpu"
     if config.microbatch_size is None and convolutional:
         most = _CACHED // (4 * agent.num_units)
-    parts = (n for n in range(1, size + 1) if size % n == 0)
-    return next(n for n in parts if size // n <= max(most, 1))
+    rows = size // config.num_steps if config.in_sequences else size  # are not divided
+    parts = (n for n in range(1, rows + 1) if rows % n == 0)
+    return next((n for n in parts if size // n <= most), rows)
 
 
-def _value(setup: Setup, state: TrainState, seen: tuple[Array, Array]) -> Array:
-    """[B] of observations [B, ...], and whether they begin an episode [B]."""
-    obs, first = seen
-    return setup.agent.value(state.params, state.obs_stats, obs, state.carry, first)
+def _value(setup: Setup, state: TrainState, seen: tuple[Array, PyTree, Array]) -> Array:
+    """[B] of observations [B, ...], the memory before them, and whether they begin an episode [B]."""
+    return setup.agent.value(state.params, state.obs_stats, *seen)
 
 
 def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> Array:
@@ -229,13 +249,12 @@ def advantages(setup: Setup, state: TrainState, data: Rollout, hyper: Hyper) -> 
         state: after the rollout.
     """
     env, steps = setup.env, data.transitions
-    obs = jnp.concatenate([data.final_obs, state.env_state.obs[None]])
-    first = jnp.concatenate([jnp.zeros(data.final_obs.shape[:2], bool), state.first[None]])
+    ends = data.final.obs, data.final.carry, jnp.zeros(data.final.obs.shape[:2], bool)
+    next_ones = state.env_state.obs, state.carry, state.first
+    seen = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), ends, next_ones)
     # As `values` does: of an environment that may always truncate there are as many as steps.
     at_a_time = steps.reward.size // _num_parts(setup) // env.num_envs
-    value = jax.lax.map(
-        functools.partial(_value, setup, state), (obs, first), batch_size=max(1, at_a_time)
-    )
+    value = jax.lax.map(functools.partial(_value, setup, state), seen, batch_size=max(1, at_a_time))
     next_value = jnp.concatenate([steps.value[1:], value[-1:]])
     if window := truncation_window(env):
         final_value = value[np.arange(len(next_value)) // window]

@@ -48,12 +48,20 @@ class Transition(struct.PyTreeNode):
     valid: Array  # [T, N] bool
 
 
+class Final(struct.PyTreeNode):
+    """What the value after a time limit is taken of: the end of the episode truncated in window k."""
+
+    obs: Array  # [K, N, ...] the final observation
+    carry: PyTree  # [K, N, ...] the memory before it
+
+
 class Rollout(struct.PyTreeNode):
     """T steps of N environments."""
 
     transitions: Transition  # [T, N, ...]
     episodes: Episode  # [T, N]
-    final_obs: Array  # [K, N, ...] final observation of the episode truncated in window k, if any
+    carry: PyTree  # [N, ...] the memory that it began with
+    final: Final  # [K, N, ...]
 
 
 class TrainState(struct.PyTreeNode):
@@ -65,7 +73,7 @@ class TrainState(struct.PyTreeNode):
     return_stats: PyTree  # stats.ReturnStats, or None
     env_state: PyTree
     first: Array  # [N] bool: the observation to act on begins an episode
-    carry: PyTree  # a recurrent torso's memory, () without one
+    carry: PyTree  # [N, H] the memory of a network with a GRU, () without one
     key: Array  # [] made of the run's key; iteration i uses fold_in(key, i)
     iteration: Array  # [] int32
 

@@ -26,8 +26,8 @@ from purejaxppo.losses import (
     ppo_loss,
     sample_weights,
 )
-from purejaxppo.rollouts import Setup, advantages, num_microbatches, values
-from purejaxppo.types import PyTree, Rollout, Scalar, TrainState, Transition
+from purejaxppo.rollouts import Setup, advantages, as_samples, num_microbatches, values
+from purejaxppo.types import PyTree, Rollout, Scalar, TrainState
 
 
 class Learner(struct.PyTreeNode):
@@ -65,11 +65,8 @@ def update(
     config, steps = setup.config, data.transitions
     learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
     minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
-    if config.minibatches == "sequences":
-        start = jnp.arange(config.num_steps, dtype=order.dtype) * config.num_envs
-        minibatches = (minibatches[:, None] + start[:, None]).reshape(len(minibatches), -1)
     if not config.recompute_advantages:
-        samples = _samples(config, steps, advantage, advantage + steps.value)
+        samples = _samples(config, data, advantage, advantage + steps.value)
         step = functools.partial(_update_minibatch, setup, state, samples, hyper)
         return jax.lax.scan(step, learner, minibatches)
     epoch = functools.partial(_epoch, setup, state, data, hyper)
@@ -78,8 +75,9 @@ def update(
     return learner, jax.tree.map(jnp.ravel, metrics)
 
 
-def _samples(config: Config, steps: Transition, advantage: Array, target: Array) -> Minibatch:
-    """[T * N, ...] what minibatches are picked from; advantage and target are [T, N]."""
+def _samples(config: Config, data: Rollout, advantage: Array, target: Array) -> Minibatch:
+    """What minibatches are picked from, see `as_samples`; advantage and target are [T, N]."""
+    steps = data.transitions
     weight = sample_weights(steps.valid)
     if config.normalize_advantages == "batch":
         advantage = normalize_advantages(advantage, weight)
@@ -94,7 +92,7 @@ def _samples(config: Config, steps: Transition, advantage: Array, target: Array)
         target=target,
         weight=weight,
     )
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+    return as_samples(config, samples).replace(carry=data.carry)
 
 
 def _epoch(
@@ -111,10 +109,10 @@ def _epoch(
     are clipped around those of the rollout, as ratios are.
     """
     now = state.replace(params=learner.params)
-    value = values(setup, now, data.transitions)
+    value = values(setup, now, data)
     revalued = data.replace(transitions=data.transitions.replace(value=value))
     advantage = advantages(setup, now, revalued, hyper)
-    samples = _samples(setup.config, data.transitions, advantage, advantage + value)
+    samples = _samples(setup.config, data, advantage, advantage + value)
     step = functools.partial(_update_minibatch, setup, state, samples, hyper)
     return jax.lax.scan(step, learner, minibatches)
 
@@ -127,7 +125,7 @@ def _update_minibatch(
     learner: Learner,
     index: Array,
 ) -> tuple[Learner, UpdateMetrics]:
-    """One step of the optimiser, on the samples [T * N, ...] that index [B] picks."""
+    """One step of the optimiser, on those of the samples that index picks."""
     config = setup.config
     batch = jax.tree.map(lambda x: x[index], samples)
     batch = batch.replace(weight=sample_weights(batch.weight > 0))
@@ -173,7 +171,7 @@ def _gradients(
 def _loss(
     params: PyTree, setup: Setup, state: TrainState, batch: Minibatch, hyper: Hyper
 ) -> tuple[Array, LossMetrics]:
-    output = setup.agent.apply(params, state.obs_stats, batch.obs, state.carry, batch.first)
+    output = setup.agent.apply(params, state.obs_stats, batch.obs, batch.carry, batch.first)
     return ppo_loss(output.policy, output.value, batch, hyper)
 
 

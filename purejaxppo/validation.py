@@ -26,7 +26,7 @@ def validate(settings: Settings) -> None:
     config, hyper, run = settings.config, settings.hyper, settings.run
     validate_run(run)
     counts = "total_timesteps num_envs num_steps update_epochs num_minibatches microbatch_size"
-    _at_least(1, config, f"{counts} pool_size frame_stack")
+    _at_least(1, config, f"{counts} pool_size frame_stack gru_units")
     require(min(config.resize or (1,)) >= 1, "resize", config.resize, "sizes of at least 1")
     for name in ("torso_layers", "policy_layers", "value_layers"):
         widths = getattr(config, name)
@@ -119,11 +119,8 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
             f"--num-minibatches {config.num_minibatches}: a {config.normalize_advantages} of one sample has no "
             f"advantage over itself; add --normalize-advantages {instead}"
         )
-    if config.minibatches == "sequences" and config.num_envs % config.num_minibatches:
-        raise ConfigError(
-            f"--num-envs {config.num_envs} is not divisible by --num-minibatches "
-            f"{config.num_minibatches}, as --minibatches sequences needs"
-        )
+    if config.in_sequences:
+        _validate_sequences(config)
     if config.normalize_rewards and hyper.reward_scale != Hyper.reward_scale:
         raise ConfigError(
             f"--reward-scale {hyper.reward_scale}: --normalize-rewards scales rewards already"
@@ -145,6 +142,26 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
     if run.eval_every is not None and not run.eval_episodes:
         raise ConfigError(
             f"--eval-every {run.eval_every}: there are no --eval-episodes; add --eval-every none"
+        )
+
+
+def _validate_sequences(config: Config) -> None:
+    """Raises ConfigError for options that do not go with minibatches of sequences, or with a memory."""
+    if config.num_envs % config.num_minibatches:
+        raise ConfigError(
+            f"--num-envs {config.num_envs} is not divisible by --num-minibatches "
+            f"{config.num_minibatches}, as minibatches of sequences need"
+        )
+    if (config.microbatch_size or config.num_steps) < config.num_steps:
+        raise ConfigError(
+            f"--microbatch-size {config.microbatch_size}: sequences of --num-steps "
+            f"{config.num_steps} are not divided"
+        )
+    if config.gru_units and config.minibatches == "samples":
+        raise ConfigError(f"--minibatches samples: --gru-units {config.gru_units} needs sequences")
+    if config.gru_units and config.shared_torso is False:
+        raise ConfigError(
+            f"--no-shared-torso: policy and value share the memory of --gru-units {config.gru_units}"
         )
 
 

@@ -183,6 +183,25 @@ class Poisoned(Probe):
 
 
 @dataclass(frozen=True)
+class Recall(Probe):
+    """Episodes of three steps, of which the first shows -1 or 1 and the last earns 1 for the action it asks for.
+
+    Without memory that is a guess. With a limit of 2 steps there is nothing to earn.
+    """
+
+    def reset(self, key):
+        sign = jnp.where(jax.random.bernoulli(key), 1.0, -1.0)
+        return jnp.stack([sign, ZERO(())]), sign[None]
+
+    def step(self, key, state, action):
+        sign, steps = state
+        over = steps == 2
+        right = (sign > 0) == (action == 1)
+        state = jnp.stack([sign, steps + 1])
+        return state, TimeStep(jnp.zeros(1), jnp.where(over & right, 1.0, 0.0), over, NO())
+
+
+@dataclass(frozen=True)
 class Misshapen(Probe):
     """Gives one field of its time step an axis too many."""
 

@@ -101,15 +101,23 @@ def test_dividing_environments_changes_rounding_only(alone, divided):
         )
 
 
+def test_a_memory_is_divided_with_its_environments():
+    config = dataclasses.replace(CONFIG, gru_units=4)
+    learned, _, episodes = train(2, config)
+    expected, _, expected_episodes = train(1, config)
+    chex.assert_trees_all_close(own(learned, 0), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(episodes.score.reshape(1, -1), expected_episodes.score, rtol=1e-4)
+
+
 def test_every_device_has_environments_of_its_own(divided):
     _, metrics, episodes = divided
     assert not np.array_equal(episodes.score[:, 0], episodes.score[:, 1])
     assert not np.array_equal(metrics.episode_return[:, 0], metrics.episode_return[:, 1])
 
 
-@pytest.mark.parametrize("minibatches", ["samples", "sequences"])
-def test_every_device_stops_at_the_same_update(minibatches):
-    config = dataclasses.replace(CONFIG, num_minibatches=4, minibatches=minibatches)
+@pytest.mark.parametrize("options", [{}, {"minibatches": "sequences"}, {"gru_units": 4}])
+def test_every_device_stops_at_the_same_update(options):
+    config = dataclasses.replace(CONFIG, num_minibatches=4, **options)
     hyper = HYPER.replace(target_kl=1e-3, learning_rate=1e-3)
     learned, metrics, _ = train(2, config, hyper, num_runs=2)
     assert np.all(metrics.approx_kl[:, :, 0] > 0)

@@ -199,6 +199,15 @@ def test_a_late_reset_counts_for_nothing():
     assert state.obs_stats.count == 18
 
 
+def test_an_episode_begins_after_the_late_reset():
+    setup, _, state, _ = late_iteration(0.0)
+    draws = rollouts.draw(setup, jax.random.key(1))
+    _, data = jit(rollouts.rollout, static_argnums=0)(setup, state, draws)
+    steps = data.transitions
+    np.testing.assert_array_equal(steps.first, steps.obs[..., 0] == 0)  # the final one shows 3
+    assert steps.first.sum() == 2 * 3
+
+
 def test_a_truncation_is_valued_by_what_is_acted_on_in_vain():
     setup, hyper, state, _ = late_iteration(0.0)
     draws = rollouts.draw(setup, jax.random.key(1))
@@ -212,7 +221,7 @@ def test_a_truncation_is_valued_by_what_is_acted_on_in_vain():
         np.testing.assert_allclose(advantage[2, n], expected, rtol=1e-5)
         earlier = 1 / scale + 0.5 * value[2, n] - value[1, n] + 0.5 * expected
         np.testing.assert_allclose(advantage[1, n], earlier, rtol=1e-5)
-    assert data.final_obs.shape[0] == 0
+    assert data.final.obs.shape[0] == 0
 
 
 @needs_envpool

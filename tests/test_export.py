@@ -134,6 +134,69 @@ def load_numpy(directory):
     return module.Policy(directory / "policy.npz")
 
 
+REMEMBERING = {
+    "memory": (VECTOR, TORQUES, NORMALISED | {"gru_units": 8, "policy_layers": (16,)}),
+    "memory alone": (Discrete(7), Discrete(3), {"gru_units": 8, "torso_layers": ()}),
+    "memory of images": (
+        Box(0, 255, (5, 4, 2), "uint8"),
+        TORQUES,
+        {"gru_units": 8, "cnn_layers": ((6, 3, 1),), "torso_layers": ()},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=REMEMBERING)
+def remembering(request, tmp_path_factory):
+    """A policy with a memory and the directory it was exported to."""
+    policy = make_policy(*REMEMBERING[request.param])
+    directory = tmp_path_factory.mktemp("export")
+    export(policy, directory)
+    return policy, directory
+
+
+def check_memory(policy, step):
+    """That `step` is the policy's, in four steps in a row."""
+    obs = observations(policy, 4 * 50).reshape(4, 50, *policy.agent.observation_space.shape)
+    memory, own = np.zeros((50, 8), np.float32), None
+    for now in obs:
+        action, memory = step(now, memory)
+        expected, own = policy.step(now, own)
+        assert (action.shape, action.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_allclose(memory, own, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(action, expected, rtol=0, atol=1e-5)
+    assert np.ptp(own, axis=0).min() > 0.1
+    forgetful, _ = policy.step(now)
+    assert not np.allclose(forgetful, expected, atol=1e-3)
+
+
+def test_stablehlo_with_a_memory(remembering):
+    policy, directory = remembering
+    program = jax.export.deserialize(bytearray((directory / "policy.stablehlo").read_bytes()))
+    check_memory(policy, jax.jit(program.call))
+
+
+def test_onnx_with_a_memory(remembering):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    policy, directory = remembering
+    session = runtime.InferenceSession(directory / "policy.onnx")
+    names = ["action", "memory_after"]
+    check_memory(policy, lambda obs, memory: session.run(names, {"obs": obs, "memory": memory}))
+
+
+def test_numpy_with_a_memory(remembering):
+    policy, directory = remembering
+    alone = load_numpy(directory)
+    check_memory(policy, alone.step)
+    obs = observations(policy, 3)
+    np.testing.assert_allclose(alone.step(obs)[0], policy.step(obs)[0], rtol=0, atol=1e-5)
+    for each in (alone, policy):
+        with pytest.raises(ValueError, match="this policy has a memory"):
+            each(obs)
+    facts = json.loads((directory / "policy.json").read_text())
+    assert facts["memory"] == 8
+
+
 def test_stablehlo(exported):
     policy, directory = exported
     program = jax.export.deserialize(bytearray((directory / "policy.stablehlo").read_bytes()))
@@ -207,6 +270,7 @@ def test_files_and_facts(tmp_path):
             "type": "Box", "low": [None, None, -1.0], "high": [None, 0.5, 1.0], "shape": [3],
             "dtype": "float32",
         },
+        "memory": 0,
         "run": 3,
         "seed": 14,
         "swept": {"torso_layers": [32, 32], "max_grad_norm": None},

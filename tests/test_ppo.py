@@ -28,7 +28,7 @@ from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.losses import LossMetrics
 from purejaxppo.train import as_arrays, make_setup, make_train
-from purejaxppo.types import Episode, Rollout, Transition
+from purejaxppo.types import Episode, Final, Rollout, Transition
 from purejaxppo.updates import UpdateMetrics
 
 
@@ -242,11 +242,11 @@ def test_final_observations_and_the_values_that_follow(limit, may_truncate, num_
 
     window = 1 if may_truncate else limit
     slots = -(-num_steps // window) if window else 0
-    assert data.final_obs.shape == (4, slots, 8, 2)
+    assert data.final.obs.shape == (4, slots, 8, 2)
     after = obs + np.array([1.0, 0.0])  # what a step led to, whether or not the episode ended
     i, t, n = np.nonzero(truncated)
     if slots:
-        np.testing.assert_array_equal(data.final_obs[i, t // window, n], after[i, t, n])
+        np.testing.assert_array_equal(data.final.obs[i, t // window, n], after[i, t, n])
 
     first = jnp.zeros(after.shape[:3], bool)
     next_value = setup.agent.apply(state.params, None, jnp.float32(after), (), first).value
@@ -457,7 +457,9 @@ def summary_of(value, advantage, ended=False, return_stats=None, valid=True, rew
     state = jax.eval_shape(lambda key: ppo.init(setup, key, Hyper()), jax.random.key(0))
     state = state.replace(return_stats=return_stats)
     hyper = Hyper(reward_scale=reward_scale)
-    return ppo.summarize(state, Rollout(steps, episodes, zeros[:0]), advantage, updates, hyper)
+    return ppo.summarize(
+        state, Rollout(steps, episodes, (), Final(zeros[:0], ())), advantage, updates, hyper
+    )
 
 
 def test_episodes_are_averaged_over_those_that_ended():

@@ -36,8 +36,8 @@ KINDS = {
 FILMS = [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in DRAWN]
 
 
-def make_policy(name, **env_args):
-    config = Config(env=name, env_args=tuple(env_args.items()))
+def make_policy(name, gru_units=None, **env_args):
+    config = Config(env=name, env_args=tuple(env_args.items()), gru_units=gru_units)
     setup = make_setup(config)
     shapes = jax.eval_shape(setup.agent.init, jax.random.key(0), Hyper())
     draw = np.random.default_rng(1).normal  # compiles nothing
@@ -163,9 +163,9 @@ def test_long_episodes_are_thinned(tmp_path):
     assert shown.count(50) == len(pictures) - 2
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_returns_are_those_of_a_plain_loop(sampled, tmp_path):
-    policy = make_policy("CartPole-v1")
+@pytest.mark.parametrize(("sampled", "gru_units"), [(False, None), (True, None), (False, 8)])
+def test_returns_are_those_of_a_plain_loop(sampled, gru_units, tmp_path):
+    policy = make_policy("CartPole-v1", gru_units)
     returns = render.render(policy, tmp_path / "film.gif", episodes=2, seed=3, sampled=sampled)
     np.testing.assert_array_equal(returns, play(policy, 2, seed=3, sampled=sampled).score)
     if sampled:
@@ -173,10 +173,11 @@ def test_returns_are_those_of_a_plain_loop(sampled, tmp_path):
     key_steps, *key_reset = jax.random.split(key_of(3), 3)
     for number, key in enumerate(key_reset):
         state, obs = policy.env.reset(key)
-        score, over, t = 0.0, False, 0
+        score, over, t, memory = 0.0, False, 0, None
         while not over and t < 500:
             key_step = jax.random.split(jax.random.fold_in(key_steps, t), 3)[1 + number]
-            state, step = policy.env.step(key_step, state, jnp.asarray(policy(obs)))
+            action, memory = policy.step(obs, memory)
+            state, step = policy.env.step(key_step, state, jnp.asarray(action))
             obs, score, over, t = step.obs, score + float(step.reward), bool(step.terminated), t + 1
         assert returns[number] == score
 

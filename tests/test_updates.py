@@ -270,20 +270,17 @@ def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
     draws = rollouts.draw(setup, jax.random.key(0))
     assert draws.order.shape == (3, 8)
     state, data = rollouts.rollout(setup, state, draws)
-    picked = []
 
     def record(setup, state, samples, hyper, learner, index):
-        return learner, index
+        return learner, (samples.obs[index], index)
 
     monkeypatch.setattr(updates, "_update_minibatch", record)
     _, picked = updates.update(setup, state, data, data.transitions.value, hyper, draws.order)
-    assert picked.shape == (3 * 2, 8 * 4)  # T = 8 steps of 4 environments each
-    for minibatch in np.asarray(picked):
-        steps, environments = np.divmod(minibatch.reshape(8, 4), 8)
-        np.testing.assert_array_equal(steps, np.tile(np.arange(8)[:, None], 4))
-        np.testing.assert_array_equal(environments, np.tile(environments[0], (8, 1)))
-    for epoch in np.asarray(picked).reshape(3, -1):
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(64))
+    assert picked[0].shape == (3 * 2, 4, 8, 2)  # 4 environments with T = 8 steps each
+    for obs, index in zip(*picked, strict=True):
+        wanted = jnp.swapaxes(data.transitions.obs, 0, 1)[index]
+        np.testing.assert_array_equal(obs, wanted)
+    np.testing.assert_array_equal(np.sort(picked[1].reshape(3, -1)), np.tile(np.arange(8), (3, 1)))
 
 
 def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):

@@ -357,6 +357,16 @@ def over_runs(function: Callable[..., PyTree], runs: int) -> Callable[..., PyTre
     return call
 
 
+def begins(env: VectorEnvironment, timestep: TimeStep, episode: Episode) -> Array:
+    """[N] bool, whether what is acted on after a step begins an episode.
+
+    Environments outside of the program are reset one step late, by a step that is not valid.
+    """
+    if env.external and timestep.valid is not None:
+        return ~timestep.valid
+    return episode.ended
+
+
 def strong_types(tree: PyTree) -> PyTree:
     """The same arrays without weak types, which would compile everything twice."""
     return jax.tree.map(lambda x: _as_dtype(x, jnp.asarray(x).dtype), tree)

@@ -1,0 +1,202 @@
+"""A network with a memory: what it remembers, forgets and learns."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from iterations import SMALL, jit, roll, rollout, setup_and_state
+from probes import Clock, Poisoned, Recall
+from test_losses import numpy_gae
+
+from purejaxppo import rollouts, updates
+from purejaxppo.config import Config, Hyper
+from purejaxppo.envs.base import Vectorized
+from purejaxppo.evaluate import evaluate
+from purejaxppo.networks import Memory
+from purejaxppo.train import as_arrays, make_setup, make_train
+
+GRU = {"gru_units": 6, "num_steps": 7}
+
+
+def remembering(env, seed=0, **options):
+    """A small training with a memory, whose weights matter."""
+    setup, state, hyper = setup_and_state(env, **GRU | options)
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(lambda x: np.float32(rng.normal(0, 0.5, x.shape)), state.params)
+    return setup, state.replace(params=params), hyper
+
+
+def one_by_one(setup, state, steps):
+    """The values [T, N] and memories [T, N, H] of steps in a row, one after the other."""
+    carry, given = jnp.zeros_like(state.carry), []
+    for obs, first in zip(steps.obs, steps.first, strict=True):
+        output = setup.agent.apply(state.params, state.obs_stats, obs, carry, first)
+        carry = output.carry
+        given.append((output.value, carry))
+    return jax.tree.map(lambda *x: jnp.stack(x), *given)
+
+
+def test_it_is_a_gated_recurrent_unit_with_its_gradients():
+    """Flax's, whose gates have one bias each."""
+    rng = np.random.default_rng(0)
+    memory, cell = Memory(5), nn.GRUCell(5)
+    x, carry = rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 5))
+    x, carry, first = *map(np.float32, (x, carry)), np.zeros((4, 6), bool)
+    shapes = jax.eval_shape(memory.init, jax.random.key(0), x, carry, first)["params"]
+    params = jax.tree.map(lambda leaf: np.float32(rng.normal(size=leaf.shape)), shapes)
+    params["recurrent_bias"][:10] = 0.0
+
+    def flax(params, carry):
+        parts = {}
+        inputs, own = params["inputs"], params["recurrent_kernel"]
+        for i, gate in enumerate("rzn"):
+            here = slice(5 * i, 5 * i + 5)
+            parts["i" + gate] = {"kernel": inputs["kernel"][:, here], "bias": inputs["bias"][here]}
+            parts["h" + gate] = {"kernel": own[:, here]}
+        parts["hn"]["bias"] = params["recurrent_bias"][10:]
+        given = []
+        for t in range(6):
+            carry, _ = cell.apply({"params": parts}, carry, x[:, t])
+            given.append(carry)
+        return jnp.stack(given, 1)
+
+    def ours(params, carry):
+        return memory.apply({"params": params}, x, carry, first)[0]
+
+    np.testing.assert_allclose(ours(params, carry), flax(params, carry), rtol=1e-5, atol=1e-6)
+    weight = rng.normal(size=(4, 6, 5))
+    grads, expected = (
+        jax.jit(jax.grad(lambda *args: jnp.sum(weight * each(*args)), (0, 1)))(params, carry)  # noqa: B023
+        for each in (ours, flax)
+    )
+    expected[0]["recurrent_bias"] = (
+        grads[0]["recurrent_bias"].at[10:].set(expected[0]["recurrent_bias"][10:])
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, expected
+    )
+
+
+def test_steps_in_a_row_are_those_one_by_one_and_an_episode_begins_without_memory():
+    setup, state, _ = remembering(Poisoned(scale=0.02), normalize_observations=True)
+    after, first = rollout(setup, state, jax.random.key(1))
+    _, second = rollout(setup, after, jax.random.key(2))
+    steps = jax.tree.map(lambda *x: jnp.concatenate(x), first.transitions, second.transitions)
+    value, memory = one_by_one(setup, state, steps)
+    assert steps.first[1:].any()
+    np.testing.assert_allclose(steps.value, value, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(second.carry, memory[6], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(second.carry, after.carry)
+    # As if there had been nothing before.
+    t, n = np.argwhere(steps.first[1:])[0] + (1, 0)
+    alone = jax.tree.map(lambda x: x[t:, n : n + 1], steps)
+    begun = state.replace(carry=state.carry[:1])
+    np.testing.assert_allclose(
+        one_by_one(setup, begun, alone)[0][:, 0], value[t:, n], rtol=1e-5, atol=1e-6
+    )
+    forgotten = alone.replace(first=alone.first.at[0].set(False))
+    changed = setup.agent.apply(
+        state.params,
+        state.obs_stats,
+        forgotten.obs[0],
+        memory[t - 1, n : n + 1],
+        forgotten.first[0],
+    )
+    assert abs(float(changed.value[0] - value[t, n])) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "env", [Clock(3), Clock(None, may_truncate=True), Clock(9), Poisoned(scale=0.02)]
+)
+def test_the_value_after_a_time_limit_is_with_the_memory_before_it(env):
+    setup, state, _ = remembering(env)
+    hyper = as_arrays(Hyper(gamma=0.9, gae_lambda=0.7))
+    state, _ = rollout(setup, state, jax.random.key(1))
+    before = state.carry
+
+    @jit
+    def observe(state, key):
+        after, data = roll(setup, state, key)
+        return after, data, rollouts.advantages(setup, after, data, hyper)
+
+    after, data, advantage = observe(state, jax.random.key(2))
+    steps, carry = data.transitions, before
+    assert env.max_episode_steps == 9 or steps.truncated.any()
+    next_value = []
+    seen = jnp.concatenate([steps.obs[1:], after.env_state.obs[None]])
+    for t in range(len(steps.obs)):
+        carry = setup.agent.apply(state.params, None, steps.obs[t], carry, steps.first[t]).carry
+        final = steps.obs[t] + jnp.array([1.0, 0.0]) if isinstance(env, Clock) else None
+        if final is None:  # a walk, of which only the slot knows where it went
+            final = data.final.obs[t // env.max_episode_steps]
+        ended = (steps.truncated | steps.terminated)[t]
+        next_obs = jnp.where(ended[:, None], final, seen[t])
+        nothing = jnp.zeros(len(ended), bool)
+        next_value.append(setup.agent.apply(state.params, None, next_obs, carry, nothing).value)
+    arrays = steps.reward, steps.value, jnp.stack(next_value)
+    expected = numpy_gae(
+        *(np.asarray(x, np.float64) for x in arrays), steps.terminated, steps.truncated, 0.9, 0.7
+    )
+    np.testing.assert_allclose(advantage, expected, rtol=1e-4, atol=1e-3)
+
+
+def first_update(setup, state, hyper, **changes):
+    """Metrics of the update after a rollout of which this was changed."""
+    after, data = rollout(setup, state, jax.random.key(3))
+    advantage = rollouts.advantages(setup, after, data, hyper)
+    order = rollouts.draw(setup, jax.random.key(4)).order
+    data = data.replace(**changes)
+    return jit(updates.update, static_argnums=0)(setup, after, data, advantage, hyper, order)
+
+
+def test_the_ratio_is_one_with_the_memory_that_acted():
+    """In minibatches of sequences that begin in the midst of episodes."""
+    setup, state, hyper = remembering(Poisoned(scale=0.02), update_epochs=1)
+    hyper = hyper.replace(learning_rate=jnp.float32(1e-20))
+    state, _ = rollout(setup, state, jax.random.key(1))
+    assert not state.first.all()
+    _, metrics = first_update(setup, state, hyper)
+    assert metrics.losses.approx_kl.shape == (2,)
+    assert np.abs(metrics.losses.approx_kl).max() < 1e-7
+    _, metrics = first_update(setup, state, hyper, carry=jnp.zeros_like(state.carry))
+    assert metrics.losses.approx_kl.min() > 1e-5
+
+
+def test_sequences_may_be_learnt_from_in_parts():
+    learned = []
+    for size in (None, 14, 7):
+        setup, state, hyper = remembering(
+            Poisoned(scale=0.02), update_epochs=1, microbatch_size=size
+        )
+        assert rollouts.num_microbatches(setup) == {None: 1, 14: 2, 7: 4}[size]
+        learned.append(first_update(setup, state, hyper)[0].params)
+    for other in learned[1:]:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), learned[0], other
+        )
+
+
+def test_advantages_taken_anew_are_with_the_memory():
+    setup, state, _ = remembering(Poisoned(scale=0.02))
+    state, data = rollout(setup, state, jax.random.key(1))
+    state, data = rollout(setup, state, jax.random.key(2))
+    anew = jit(rollouts.values, static_argnums=0)(setup, state, data)
+    np.testing.assert_allclose(anew, data.transitions.value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("units", [None, 8])
+def test_what_was_seen_before_is_learned_with_memory_alone(units):
+    options = SMALL | {"num_envs": 16, "num_steps": 12, "gru_units": units}
+    config = Config(**options, total_timesteps=100 * 192)
+    hyper = Hyper(learning_rate=0.02, gamma=0.9, ent_coef=0.0)
+    state, metrics = jit(make_train(config, Recall()))(jax.random.key(0), hyper)
+    played = jit(evaluate, static_argnums=(0, 1))(
+        Vectorized(Recall(), 256), make_setup(config, Recall()).agent, state.params, None,
+        jax.random.key(1),
+    )  # fmt: skip
+    if units:
+        assert metrics.episode_return[-1] > 0.95
+        np.testing.assert_array_equal(played.score, 1.0)
+    else:
+        assert 0.3 < played.score.mean() < 0.7
