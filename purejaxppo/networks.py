@@ -13,7 +13,8 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from purejaxppo.activations import ACTIVATIONS, tanh
+from purejaxppo import gru
+from purejaxppo.activations import ACTIVATIONS
 from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes
 from purejaxppo.products import multiply
 from purejaxppo.types import Scalar
@@ -60,7 +61,7 @@ class Torso(nn.Module):
 
 
 class Memory(nn.Module):
-    """A gated recurrent unit (Cho et al., 2014, with the reset after the product, as cuDNN has it)."""
+    """A gated recurrent unit, see `gru.advance`."""
 
     units: int
 
@@ -78,22 +79,12 @@ class Memory(nn.Module):
         kernel = self.param("recurrent_kernel", zeros, (self.units, width))
         bias = self.param("recurrent_bias", zeros, (width,))
 
-        def step(carry: Array, seen: tuple[Array, Array]) -> tuple[Array, Array]:
-            inputs, first = seen
-            before = jnp.where(first[..., None], 0.0, carry)
-            recalled = multiply(before, kernel) + bias
-            (gates, new), (own_gates, own) = (
-                jnp.split(x, [2 * self.units], -1) for x in (inputs, recalled)
-            )
-            reset, keep = jnp.split(nn.sigmoid(gates + own_gates), 2, -1)
-            after = keep * before + (1 - keep) * tanh(new + reset * own)
-            return after, after
-
         if first.ndim < carry.ndim:
-            return step(carry, (inputs, first))
-        by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, first))
-        carry, memory = jax.lax.scan(step, carry, by_time)
-        return jnp.moveaxis(memory, 0, 1), carry
+            after = gru.advance(inputs, first, carry, kernel, bias)
+            return after, after
+        by_time = jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(first, 1, 0)
+        memory = gru.unroll(*by_time, carry, kernel, bias)
+        return jnp.moveaxis(memory, 0, 1), memory[-1]
 
 
 class ActorCritic(nn.Module):
