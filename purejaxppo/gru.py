@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,21 +32,19 @@ def unroll(inputs: Array, first: Array, carry: Array, kernel: Array, bias: Array
     return _forward(inputs, first, carry, kernel, bias)[0]
 
 
-def _kept(first: Array, carry: Array) -> Array:
-    return jnp.where(first[..., None], 0.0, carry)
+class _Unrolled(NamedTuple):
+    """What the gradient is made of."""
 
-
-def _mixed(inputs: Array, recalled: Array, before: Array) -> Array:
-    """[..., H] the memory after a step."""
-    width = 2 * before.shape[-1]
-    (gates, new), (own_gates, own) = (jnp.split(x, [width], -1) for x in (inputs, recalled))
-    reset, keep = jnp.split(jax.nn.sigmoid(gates + own_gates), 2, -1)
-    return keep * before + (1 - keep) * tanh(new + reset * own)
+    inputs: Array  # [T, N, 3H]
+    recalled: Array  # [T, N, 3H]
+    before: Array  # [T, N, H]
+    first: Array  # [T, N]
+    kernel: Array  # [H, 3H]
 
 
 def _forward(
     inputs: Array, first: Array, carry: Array, kernel: Array, bias: Array
-) -> tuple[Array, tuple[Array, ...]]:
+) -> tuple[Array, _Unrolled]:
     def step(carry: Array, seen: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         inputs, first = seen
         before = _kept(first, carry)
@@ -54,35 +53,50 @@ def _forward(
         return after, (after, recalled)
 
     _, (memory, recalled) = jax.lax.scan(step, carry, (inputs, first))
-    return memory, (inputs, first, carry, kernel, memory, recalled)
-
-
-def _backward(saved: tuple[Array, ...], grad: Array) -> tuple[Array, None, Array, Array, Array]:
-    """Numbers of the memory are mixed one by one, so what each step does to a gradient are factors."""
-    inputs, first, carry, kernel, memory, recalled = saved
     before = _kept(first, jnp.concatenate([carry[None], memory[:-1]]))
-    _, factors = jax.vjp(_mixed, inputs, recalled, before)
-    of_inputs, of_recalled, of_before = factors(jnp.ones_like(memory))
-    transposed = jax.lax.optimization_barrier(kernel.T)  # once, and not in every step
+    return memory, _Unrolled(inputs, recalled, before, first, kernel)
 
-    def step(later: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
-        grad, of_recalled, of_before, first = now
+
+def _backward(of: _Unrolled, grad: Array) -> tuple[Array, None, Array, Array, Array]:
+    """The gradients of inputs, carry, kernel and bias.
+
+    Every number of a memory is mixed by itself, so that all a step does to its gradient is to multiply it.
+    """
+    _, factors = jax.vjp(_mixed, of.inputs, of.recalled, of.before)
+    to_inputs, to_recalled, to_before = factors(jnp.ones_like(grad))
+    transposed = jax.lax.optimization_barrier(of.kernel.T)  # once, and not in every step
+
+    def step(later: Array, now: tuple[Array, tuple[Array, Array], Array]) -> tuple[Array, Array]:
+        grad, (to_recalled, to_before), first = now
         grad += later
-        earlier = grad * of_before + multiply(_thrice(grad) * of_recalled, transposed)
+        earlier = grad * to_before + multiply(_thrice(grad) * to_recalled, transposed)
         return _kept(first, earlier), grad
 
     of_carry, grad = jax.lax.scan(
-        step, jnp.zeros_like(carry), (grad, of_recalled, of_before, first), reverse=True
+        step, jnp.zeros_like(grad[0]), (grad, (to_recalled, to_before), of.first), reverse=True
     )
-    of_recalled *= _thrice(grad)
-    _, of_product = jax.vjp(functools.partial(multiply, before), kernel)
+    of_recalled = _thrice(grad) * to_recalled
+    _, of_product = jax.vjp(functools.partial(multiply, of.before), of.kernel)
     (of_kernel,) = of_product(of_recalled)
-    return of_inputs * _thrice(grad), None, of_carry, of_kernel, jnp.sum(of_recalled, (0, 1))
+    return _thrice(grad) * to_inputs, None, of_carry, of_kernel, jnp.sum(of_recalled, (0, 1))
+
+
+unroll.defvjp(_forward, _backward)
+
+
+def _kept(first: Array, carry: Array) -> Array:
+    """[..., H] the memory, but where an episode begins."""
+    return jnp.where(first[..., None], 0.0, carry)
+
+
+def _mixed(inputs: Array, recalled: Array, before: Array) -> Array:
+    """[..., H] the memory after a step, of what is seen and recalled [..., 3H] and the memory before."""
+    width = 2 * before.shape[-1]
+    (gates, new), (own_gates, own) = (jnp.split(x, [width], -1) for x in (inputs, recalled))
+    reset, keep = jnp.split(jax.nn.sigmoid(gates + own_gates), 2, -1)
+    return keep * before + (1 - keep) * tanh(new + reset * own)
 
 
 def _thrice(x: Array) -> Array:
     """[..., 3H] of [..., H]."""
     return jnp.concatenate([x, x, x], -1)
-
-
-unroll.defvjp(_forward, _backward)

@@ -78,7 +78,6 @@ class Memory(nn.Module):
         zeros, width = nn.initializers.zeros, 3 * self.units
         kernel = self.param("recurrent_kernel", zeros, (self.units, width))
         bias = self.param("recurrent_bias", zeros, (width,))
-
         if first.ndim < carry.ndim:
             after = gru.advance(inputs, first, carry, kernel, bias)
             return after, after
@@ -130,9 +129,7 @@ class ActorCritic(nn.Module):
         for conv in conv_shapes(self.cnn_layers, shape):
             units += conv.positions * (conv.patch + conv.features)
         units *= 1 if self.shared_torso else 2
-        units += (
-            8 * self.gru_units
-        )  # inputs and products of the three gates, the memory before and after
+        units += 8 * self.gru_units  # seen and recalled for three gates, memory before and after
         return units + sum(self.policy_layers) + sum(self.value_layers) + self.num_outputs + 1
 
     def _torso(self, cnn_layers: CnnLayers, layers: tuple[int, ...]) -> Torso:
@@ -179,7 +176,7 @@ def init_params(
         policy_gain, init_log_std: [].
     """
     gains = {"value_head": 1.0, "policy_head": policy_gain, "log_std_head": 0.01}
-    gains |= {"inputs": 1.0, "memory": 1.0}
+    gains |= {"memory": 1.0, "inputs": 1.0}
     shapes = jax.eval_shape(network.init, jax.random.key(0), *example)["params"]
     leaves, treedef = jax.tree.flatten_with_path(shapes)
     kernels = [leaf.shape for path, leaf in leaves if path[-1].key.endswith("kernel")]

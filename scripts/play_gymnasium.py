@@ -25,10 +25,11 @@ def play(policy: Policy, env: gymnasium.Env[Any, Any], episodes: int, seed: int 
     returns = np.zeros(episodes)
     for i in range(episodes):
         obs, _ = env.reset(seed=seed + i)
-        ended = False
+        ended, memory = False, None
         while not ended:
-            action = policy(obs)[()]  # a number, not an array without axes, where it is one
-            obs, reward, terminated, truncated, _ = env.step(action)
+            action, memory = policy.step(obs, memory)
+            # A number, not an array without axes, where it is one.
+            obs, reward, terminated, truncated, _ = env.step(action[()])
             returns[i] += reward
             ended = terminated or truncated
     return returns
