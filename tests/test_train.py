@@ -335,11 +335,13 @@ def test_everything_is_compiled_once(name, compiled):
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("cuda", "gpu"), ("tpu", "tpu")])
-@pytest.mark.parametrize("name", ["MountainCarContinuous-v0", "Breakout-MinAtar"])
-def test_programs_are_lowered_for_accelerators(name, platform, backend, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{"env": "MountainCarContinuous-v0"}, {"env": "Breakout-MinAtar", "gru_units": 4}]
+)
+def test_programs_are_lowered_for_accelerators(options, platform, backend, monkeypatch):
     """With the branches that those take, and without a call of what only a CPU has."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    config = dataclasses.replace(CONFIG, env=name, normalize_rewards=True)
+    config = dataclasses.replace(CONFIG, **options)
     trainer = Trainer(make_setup(config), Plan(num_runs=2, num_devices=1, block=2))
     start = (np.zeros(2, np.uint32), stack_hypers([Hyper()] * 2), ())
     states = jax.eval_shape(trainer.init, *start)
