@@ -81,9 +81,9 @@ class Config:
     update_epochs: int = 4
     """Passes over each rollout."""
     num_minibatches: int = 4
-    """Minibatches in a pass; num_envs * num_steps must be a multiple."""
+    """Minibatches in a pass; num_envs * num_steps must be a multiple, with sequences num_envs."""
     microbatch_size: int | None = None
-    """Most samples whose gradients are computed at a time; by default a minibatch, of images on a CPU what its cache holds."""
+    """Most samples whose gradients are computed at a time; by default a minibatch, of images on a CPU what its cache holds. Sequences stay whole."""
     minibatches: Literal["auto", "samples", "sequences"] = "auto"
     """Minibatches of single samples, or of whole rollouts of some of the environments; auto: samples, with a GRU sequences."""
     cnn_layers: CnnLayers | None = None
@@ -97,7 +97,7 @@ class Config:
     gru_units: int | None = None
     """Units of a GRU after the torso: a memory of the episode so far; none when not given."""
     shared_torso: bool | None = None
-    """One torso for policy and value instead of one each; by default with convolutions or a GRU alone."""
+    """One torso for policy and value instead of one each; by default only with convolutions or a GRU."""
     activation: str | None = None
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"

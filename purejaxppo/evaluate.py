@@ -100,7 +100,7 @@ def evaluate(
     zeros = jnp.zeros(num_envs)
     start = _Progress(
         t=jnp.zeros((), jnp.int32),
-        player=begin(env, agent, key_reset),  # and no rollout: later episodes do not count
+        player=begin(env, agent, key_reset),  # without a rollout: later episodes do not count
         episode=Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32)),
     )
     return jax.lax.while_loop(unfinished, step, start).episode

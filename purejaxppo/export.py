@@ -113,10 +113,11 @@ def make_arrays(policy: Policy) -> Arrays:
     torso, further = (_layers(params.get(part, {})) for part in ("torso", "policy"))
     layers = [*torso, *further, params["policy_head"]]
     if "memory" in params:
-        recurrent = {name: x for name, x in params["memory"].items() if name != "inputs"}
-        memory = params["memory"]["inputs"] | recurrent
-        named |= {f"memory_{name}": array for name, array in memory.items()}
-        named["memory_after"] = len(torso)
+        memory, units = params["memory"], agent.network.gru_units
+        named |= {f"memory_{name}": array for name, array in memory["inputs"].items()}
+        named["memory_recurrent_kernel"] = memory["recurrent_kernel"]
+        named["memory_recurrent_bias"] = np.pad(memory["candidate_bias"], (2 * units, 0))
+        named["layers_before_memory"] = len(torso)
     for i, layer in enumerate(layers):
         named |= {f"kernel_{i}": layer["kernel"], f"bias_{i}": layer["bias"]}
     for i, (_, _, stride) in enumerate(agent.network.cnn_layers):

@@ -22,7 +22,7 @@ from purejaxppo.types import PyTree, Scalar
 class Minibatch(struct.PyTreeNode):
     """Samples of an update: what the network reads, and what the loss compares its answer with.
 
-    [B] are samples one by one, or [b, T] sequences of a rollout.
+    [B] are samples one by one, or of sequences [B / T, T].
     """
 
     obs: Array  # [B, ...]
@@ -34,7 +34,7 @@ class Minibatch(struct.PyTreeNode):
     advantage: Array  # [B]
     target: Array  # [B] of the value function
     weight: Array  # [B] in every mean; 0: not valid, and left out of everything
-    carry: PyTree = ()  # [b, H] the memory that b sequences begin with, () without one
+    carry: PyTree = ()  # [B / T, H] the memory that sequences begin with, () without one
 
 
 class LossMetrics(struct.PyTreeNode):

@@ -61,7 +61,7 @@ class Torso(nn.Module):
 
 
 class Memory(nn.Module):
-    """A gated recurrent unit, see `gru.advance`."""
+    """A gated recurrent unit, see `gru.step`."""
 
     units: int
 
@@ -74,12 +74,12 @@ class Memory(nn.Module):
             carry: [N, H] the memory before them.
             first: [N] or [N, T] bool, the observation begins an episode: all before is forgotten.
         """
-        inputs = _dense(3 * self.units, name="inputs")(x)
-        zeros, width = nn.initializers.zeros, 3 * self.units
-        kernel = self.param("recurrent_kernel", zeros, (self.units, width))
-        bias = self.param("recurrent_bias", zeros, (width,))
-        if first.ndim < carry.ndim:
-            after = gru.advance(inputs, first, carry, kernel, bias)
+        inputs, zeros = _dense(3 * self.units, name="inputs")(x), nn.initializers.zeros
+        kernel = self.param("recurrent_kernel", zeros, (self.units, 3 * self.units))
+        bias = self.param("candidate_bias", zeros, (self.units,))
+        bias = jnp.pad(bias, (2 * self.units, 0))  # the gates have that of the inputs
+        if first.ndim == 1:
+            after = gru.step(inputs, first, carry, kernel, bias)
             return after, after
         by_time = jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(first, 1, 0)
         memory = gru.unroll(*by_time, carry, kernel, bias)

@@ -25,20 +25,21 @@ class Policy:
 
     def __call__(self, obs):
         """Actions [..., *action_shape] for obs [..., *observation_shape], as the environment has it."""
-        if "memory_after" in self.arrays:
+        if "layers_before_memory" in self.arrays:
             raise ValueError("this policy has a memory: step(obs, memory) gives it back, too")
         return self.step(obs)[0]
 
     def step(self, obs, memory=None):
-        """Actions, and the memory [B, H] after B observations in all; None: all begin an episode."""
+        """Actions, and the memory [..., H] after them; zeros where an episode begins, None where all do."""
         arrays, obs = self.arrays, np.asarray(obs)
         shape = tuple(arrays["observation_shape"])
         batch = obs.shape[: obs.ndim - len(shape)]
         x = self._features(obs.reshape(int(np.prod(batch)), *shape))
         last = int(arrays["num_layers"]) - 1
         for i in range(last + 1):
-            if i == arrays.get("memory_after"):
-                x = memory = self._remember(x, memory)
+            if i == arrays.get("layers_before_memory"):
+                x = self._remember(x, memory)
+                memory = x.reshape(*batch, -1)
             x = self._layer(i, x) if i == last else self.activation(self._layer(i, x))
         return self._action(x).reshape(batch + tuple(arrays["action_shape"])), memory
 
@@ -50,11 +51,12 @@ class Policy:
         )
         units = len(own_kernel)
         memory = np.zeros((len(x), units), np.float32) if memory is None else memory
+        memory = np.reshape(memory, (len(x), units))
         new, own = x.reshape(len(x), len(kernel)) @ kernel + bias, memory @ own_kernel + own_bias
         gates = 0.5 + 0.5 * np.tanh(0.5 * (new + own)[:, : 2 * units])  # sigmoid, never overflowing
-        reset, keep = gates[:, :units], gates[:, units:]
-        new = np.tanh(new[:, 2 * units :] + reset * own[:, 2 * units :])
-        return keep * memory + (1 - keep) * new
+        reset, update = gates[:, :units], gates[:, units:]
+        candidate = np.tanh(new[:, 2 * units :] + reset * own[:, 2 * units :])
+        return update * memory + (1 - update) * candidate
 
     def _layer(self, i, x):
         """A convolution without padding of images [B, H, W, C], or a dense layer."""

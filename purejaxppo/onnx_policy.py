@@ -41,10 +41,10 @@ class _Graph:
 def make_onnx(arrays: Arrays, dtype: np.dtype) -> bytes:
     """A model from `obs` [b, ...] of this dtype to `action` [b, ...], and from `memory` to `memory_after`."""
     add, last = _Graph(), int(arrays["num_layers"]) - 1
-    remembers = "memory_after" in arrays
+    remembers = "layers_before_memory" in arrays
     x = _features(add, arrays)
     for i in range(last + 1):
-        if i == arrays.get("memory_after"):
+        if i == arrays.get("layers_before_memory"):
             x = _memory(add, arrays, x)
         x = _layer(add, arrays, i, x)
         if i < last:
@@ -105,10 +105,10 @@ def _memory(add: _Graph, arrays: Arrays, x: str) -> str:
     new = add("Gemm", add("Flatten", x), arrays["memory_kernel"], arrays["memory_bias"])
     own = add("Gemm", "memory", arrays["memory_recurrent_kernel"], arrays["memory_recurrent_bias"])
     gates = add("Sigmoid", part(add("Add", new, own), 0, 2))
-    reset, keep = part(gates, 0, 1), part(gates, 1, 2)
-    new = add("Tanh", add("Add", part(new, 2, 3), add("Mul", reset, part(own, 2, 3))))
-    # keep * memory + (1 - keep) * new
-    add("Add", new, add("Mul", keep, add("Sub", "memory", new)))
+    reset, update = part(gates, 0, 1), part(gates, 1, 2)
+    candidate = add("Tanh", add("Add", part(new, 2, 3), add("Mul", reset, part(own, 2, 3))))
+    # update * memory + (1 - update) * candidate
+    add("Add", candidate, add("Mul", update, add("Sub", "memory", candidate)))
     add.nodes[-1].output[:] = ["memory_after"]
     return "memory_after"
 

@@ -12,7 +12,7 @@ import jax
 from purejaxppo import envs
 from purejaxppo.config import Config
 from purejaxppo.distributions import num_outputs
-from purejaxppo.rollouts import Setup, num_microbatches
+from purejaxppo.rollouts import Setup, final_slots, num_microbatches
 from purejaxppo.types import Metrics, PyTree
 
 # Most iterations a chunk can be asked for: enough that launching it costs nothing.
@@ -122,9 +122,9 @@ def make_footprint(
     each = plan.padded * plan.shards
     state = nbytes(states) // each
     pool = env.pool_size * nbytes(states.env_state) // each
-    per_sample = nbytes((states.env_state.obs, states.carry)) // (each * config.num_envs)
+    per_sample = nbytes(states.env_state.obs) // (each * config.num_envs)
     per_sample += 4 * (2 * num_outputs(env.action_space) + 10)
-    rollout = config.batch_size * per_sample
+    rollout = config.batch_size * per_sample + final_slots(setup) * nbytes(states.carry) // each
     order = 4 * config.update_epochs * config.batch_size
     metrics = 4 * MAX_CHUNK * len(Metrics.__dataclass_fields__)
     held = 2 * state + metrics + saved // plan.shards
@@ -157,6 +157,8 @@ def suits_one_thread(config: Config) -> bool:
     torso = (64, 64) if config.torso_layers is None else config.torso_layers
     parts = [(*torso, *config.policy_layers), (*torso, *config.value_layers)]
     products = sum(a * b for part in parts for a, b in itertools.pairwise(part))
+    if units := config.gru_units:
+        products += 3 * units * (units + (torso[-1] if torso else 0))
     return (
         envs.has_vectors(config.env)
         and config.num_envs < _FEW_ENVS

@@ -69,25 +69,32 @@ class Policy:
         return self.step(obs, key=key)[0]
 
     def step(
-        self, obs: np.ndarray | Array, memory: PyTree = None, key: Array | None = None
-    ) -> tuple[np.ndarray, PyTree]:
-        """Actions as calling the policy gives, and what it remembers then.
+        self,
+        obs: np.ndarray | Array,
+        memory: np.ndarray | None = None,
+        key: Array | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Actions as calling the policy gives, and the memory after them; [..., 0] where there is none.
 
         Args:
             obs, key: likewise.
-            memory: what the step before gave, [B, H] for B observations in all; zeros for one that begins
-                an episode, None where all do.
+            memory: [..., H] what the step before gave, with zeros where an episode begins; None where all do.
+
+        Raises:
+            ValueError: observations or a memory of another shape.
         """
         shape, obs = self.agent.observation_space.shape, np.asarray(obs)
-        batch = obs.shape[: obs.ndim - len(shape)]
+        batch, units = obs.shape[: obs.ndim - len(shape)], self.agent.network.gru_units
         if obs.shape != batch + shape:
             raise ValueError(f"observations {list(obs.shape)} do not end in {list(shape)}")
-        flat = obs.reshape(-1, *shape)
-        if memory is None:
-            memory = self.agent.init_carry(len(flat))
-        first = np.zeros(len(flat), bool)
-        action, memory = _jitted(self.agent, self.params, self.obs_stats, flat, memory, first, key)
-        return np.asarray(action).reshape((*batch, *self.agent.action_space.shape)), memory
+        before = np.zeros((*batch, units), np.float32) if memory is None else np.asarray(memory)
+        if before.shape != (*batch, units):
+            raise ValueError(f"a memory {list(before.shape)} is not {[*batch, units]}")
+        flat, carry = obs.reshape(-1, *shape), before.reshape(-1, units) if units else ()
+        nowhere = np.zeros(len(flat), bool)
+        action, carry = _jitted(self.agent, self.params, self.obs_stats, flat, carry, nowhere, key)
+        after = np.array(carry).reshape(before.shape) if units else before
+        return np.asarray(action).reshape((*batch, *self.agent.action_space.shape)), after
 
 
 def _without_memory(agent: Agent) -> None:

@@ -235,7 +235,7 @@ def _share(config: Config, shards: int) -> Config:
     if config.in_sequences and share.num_envs % config.num_minibatches:
         raise ConfigError(
             f"--shard environments: the {share.num_envs} environments of a device are not divisible "
-            f"by --num-minibatches {config.num_minibatches}, as minibatches of sequences need"
+            f"by --num-minibatches {config.num_minibatches}, as sequences (--minibatches, --gru-units) need"
         )
     return share
 

@@ -51,7 +51,7 @@ class Actor(struct.PyTreeNode):
 
     env_state: PyTree
     first: Array  # [N] bool
-    carry: PyTree  # [N, ...]
+    carry: PyTree  # [N, H]
     final: Final  # [K, N, ...]
 
 
@@ -88,8 +88,7 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
     config, env, _ = setup
     steps = (jnp.arange(config.num_steps), draws.noise, draws.key_env)
     obs = state.env_state.obs
-    window = truncation_window(env)
-    slots = -(-config.num_steps // window) if window else 0
+    slots = final_slots(setup)
     actor = Actor(
         env_state=finite_start(env.begin_rollout(draws.key_pool, state.env_state)),
         first=state.first,
@@ -101,9 +100,9 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
     act = functools.partial(_act, setup, state.params, state.obs_stats)
     actor, (transitions, episodes) = _scan_rows(act, actor, steps)
     env_state = env.end_rollout(actor.env_state)
-    data = Rollout(transitions, episodes, state.carry, actor.final)
     if not setup.agent.network.shared_torso:
-        data = data.replace(transitions=transitions.replace(value=values(setup, state, data)))
+        transitions = transitions.replace(value=values(setup, state, transitions))
+    data = Rollout(transitions, episodes, state.carry, actor.final)
     return state.replace(env_state=env_state, first=actor.first, carry=actor.carry), data
 
 
@@ -192,21 +191,22 @@ def truncation_window(env: VectorEnvironment) -> int | None:
     return 1 if env.may_truncate else env.max_episode_steps
 
 
-def values(setup: Setup, state: TrainState, data: Rollout) -> Array:
-    """[T, N] of the observations of a rollout, taken after it.
+def final_slots(setup: Setup) -> int:
+    """K, so many final observations of an environment a rollout keeps."""
+    window = truncation_window(setup.env)
+    return -(-setup.config.num_steps // window) if window else 0
+
+
+def values(setup: Setup, state: TrainState, steps: Transition) -> Array:
+    """[T, N] of a network without memory, after the rollout.
 
     Where the value network has nothing in common with the policy's, these are a few large products in
     place of small ones in every step, which XLA leaves out as nothing reads them. As many observations at
     a time as an update has, so that this takes no more memory.
     """
-    steps, config = data.transitions, setup.config
-    obs, first = as_samples(config, (steps.obs, steps.first))
-    parts = jax.tree.map(
-        lambda x: x.reshape(_num_parts(setup), -1, *x.shape[1:]), (obs, data.carry, first)
-    )
-    value = jax.lax.map(functools.partial(_value, setup, state), parts)
-    shape = steps.value.shape
-    return value.reshape(shape[::-1]).T if config.in_sequences else value.reshape(shape)
+    parts = [x.reshape(_num_parts(setup), -1, *x.shape[2:]) for x in (steps.obs, steps.first)]
+    value = jax.lax.map(lambda seen: _value(setup, state, (seen[0], (), seen[1])), tuple(parts))
+    return value.reshape(steps.value.shape)
 
 
 def as_samples(config: Config, steps: PyTree) -> PyTree:

@@ -1,7 +1,8 @@
 """The pytrees that flow between modules, with a shape on every field.
 
 Letters, here and everywhere: R runs, T steps of a rollout, N environments, B minibatch, A action
-dimensions, K slots for final observations, P start states in a pool, D devices that share environments.
+dimensions, K slots for final observations, P start states in a pool, D devices that share environments,
+H numbers of a memory (of images: height).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Final(struct.PyTreeNode):
     """What the value after a time limit is taken of: the end of the episode truncated in window k."""
 
     obs: Array  # [K, N, ...] the final observation
-    carry: PyTree  # [K, N, ...] the memory before it
+    carry: PyTree  # [K, N, H] the memory before it, () without one
 
 
 class Rollout(struct.PyTreeNode):
@@ -60,7 +61,7 @@ class Rollout(struct.PyTreeNode):
 
     transitions: Transition  # [T, N, ...]
     episodes: Episode  # [T, N]
-    carry: PyTree  # [N, ...] the memory that it began with
+    carry: PyTree  # [N, H] the memory that it began with, () without one
     final: Final  # [K, N, ...]
 
 

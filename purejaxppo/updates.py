@@ -109,7 +109,7 @@ def _epoch(
     are clipped around those of the rollout, as ratios are.
     """
     now = state.replace(params=learner.params)
-    value = values(setup, now, data)
+    value = values(setup, now, data.transitions)
     revalued = data.replace(transitions=data.transitions.replace(value=value))
     advantage = advantages(setup, now, revalued, hyper)
     samples = _samples(setup.config, data, advantage, advantage + value)

@@ -147,21 +147,29 @@ def _validate_together(config: Config, hyper: Hyper, run: RunOptions) -> None:
 
 def _validate_sequences(config: Config) -> None:
     """Raises ConfigError for options that do not go with minibatches of sequences, or with a memory."""
+    memory = f"--gru-units {config.gru_units}"
     if config.num_envs % config.num_minibatches:
         raise ConfigError(
-            f"--num-envs {config.num_envs} is not divisible by --num-minibatches "
-            f"{config.num_minibatches}, as minibatches of sequences need"
+            f"--num-envs {config.num_envs} is not divisible by --num-minibatches {config.num_minibatches}, "
+            f"as {memory if config.gru_units else '--minibatches sequences'} needs"
         )
     if (config.microbatch_size or config.num_steps) < config.num_steps:
         raise ConfigError(
-            f"--microbatch-size {config.microbatch_size}: sequences of --num-steps "
-            f"{config.num_steps} are not divided"
+            f"--microbatch-size {config.microbatch_size}: sequences are whole, of --num-steps "
+            f"{config.num_steps}; give at least that"
         )
-    if config.gru_units and config.minibatches == "samples":
-        raise ConfigError(f"--minibatches samples: --gru-units {config.gru_units} needs sequences")
-    if config.gru_units and config.shared_torso is False:
+    if config.gru_units is None:
+        return
+    if config.minibatches == "samples":
+        raise ConfigError(f"--minibatches samples: {memory} needs sequences; or --gru-units none")
+    if config.shared_torso is False:
         raise ConfigError(
-            f"--no-shared-torso: policy and value share the memory of --gru-units {config.gru_units}"
+            f"--no-shared-torso: policy and value share the memory of {memory}; or --gru-units none"
+        )
+    if config.recompute_advantages:
+        raise ConfigError(
+            f"--recompute-advantages: the memory of {memory} is not taken anew; "
+            "add --no-recompute-advantages, or --gru-units none"
         )
 
 

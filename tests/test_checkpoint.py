@@ -49,6 +49,7 @@ pytestmark = ORBAX
         ("--shard environments --num-envs 8 --num-minibatches 1", 128),
         ("--desired-kl 0.01 --minibatches sequences --checkpoint-iterations 100", 32),
         ("--env MemoryChain-bsuite --gru-units 8 --num-seeds 2 --runs-per-block 2", 32),
+        ("--shard environments --num-envs 8 --num-minibatches 1 --gru-units 4", 128),
     ],
 )
 def test_n_and_n_iterations_are_2n(tmp_path, options, batch, capsys):

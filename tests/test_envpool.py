@@ -167,8 +167,9 @@ class Late:
         return LateState(obs, t), timestep, Episode(ended, jnp.full(2, 3.0), jnp.full(2, 3))
 
 
-def late_iteration(lie):
+def late_iteration(lie, gru_units=None):
     config = Config(
+        gru_units=gru_units,
         num_envs=2,
         num_steps=12,
         num_minibatches=2,
@@ -183,9 +184,10 @@ def late_iteration(lie):
     return setup, hyper, state, jit(ppo.iterate, static_argnums=0)(setup, state, hyper, 10.0)
 
 
-def test_a_late_reset_counts_for_nothing():
-    _, _, _, (state, metrics) = late_iteration(0.0)
-    _, _, _, (other, others) = late_iteration(1e6)
+@pytest.mark.parametrize("gru_units", [None, 4])
+def test_a_late_reset_counts_for_nothing(gru_units):
+    _, _, _, (state, metrics) = late_iteration(0.0, gru_units)
+    _, _, _, (other, others) = late_iteration(1e6, gru_units)
     for a, b in zip(
         jax.tree.leaves((state.params, state.obs_stats, state.return_stats, metrics)),
         jax.tree.leaves((other.params, other.obs_stats, other.return_stats, others)),

@@ -188,8 +188,10 @@ def test_numpy_with_a_memory(remembering):
     policy, directory = remembering
     alone = load_numpy(directory)
     check_memory(policy, alone.step)
-    obs = observations(policy, 3)
-    np.testing.assert_allclose(alone.step(obs)[0], policy.step(obs)[0], rtol=0, atol=1e-5)
+    obs = observations(policy, 6)
+    grid = obs.reshape(2, 3, *obs.shape[1:])
+    for a, b in zip(alone.step(grid), policy.step(grid), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     for each in (alone, policy):
         with pytest.raises(ValueError, match="this policy has a memory"):
             each(obs)

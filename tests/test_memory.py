@@ -1,5 +1,6 @@
 """A network with a memory: what it remembers, forgets and learns."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,14 @@ from probes import Clock, Poisoned, Recall
 from test_losses import numpy_gae
 
 from purejaxppo import rollouts, updates
+from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
 from purejaxppo.evaluate import evaluate
 from purejaxppo.networks import Memory
+from purejaxppo.policy import Policy, act
+from purejaxppo.spaces import Box, Discrete
+from purejaxppo.sweep import Run, Setting
 from purejaxppo.train import as_arrays, make_setup, make_train
 
 GRU = {"gru_units": 6, "num_steps": 7}
@@ -37,26 +42,31 @@ def one_by_one(setup, state, steps):
     return jax.tree.map(lambda *x: jnp.stack(x), *given)
 
 
-def test_it_is_a_gated_recurrent_unit_with_its_gradients():
-    """Flax's, whose gates have one bias each."""
+def by_environment(obs, carry, first):
+    """Steps [T, N, ...] as sequences [N, T, ...]."""
+    return jnp.swapaxes(obs, 0, 1), carry, first.T
+
+
+def test_it_is_flaxs_gated_recurrent_unit_with_its_gradients():
+    """And nothing, no gradient either, goes from one episode to the next."""
     rng = np.random.default_rng(0)
     memory, cell = Memory(5), nn.GRUCell(5)
-    x, carry = rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 5))
-    x, carry, first = *map(np.float32, (x, carry)), np.zeros((4, 6), bool)
+    x, carry = map(np.float32, (rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 5))))
+    first = rng.random((4, 6)) < 0.3
+    assert first[:, 0].any() < first.any()
     shapes = jax.eval_shape(memory.init, jax.random.key(0), x, carry, first)["params"]
     params = jax.tree.map(lambda leaf: np.float32(rng.normal(size=leaf.shape)), shapes)
-    params["recurrent_bias"][:10] = 0.0
 
     def flax(params, carry):
-        parts = {}
+        parts = {"hn": {"bias": params["candidate_bias"]}}
         inputs, own = params["inputs"], params["recurrent_kernel"]
         for i, gate in enumerate("rzn"):
             here = slice(5 * i, 5 * i + 5)
             parts["i" + gate] = {"kernel": inputs["kernel"][:, here], "bias": inputs["bias"][here]}
-            parts["h" + gate] = {"kernel": own[:, here]}
-        parts["hn"]["bias"] = params["recurrent_bias"][10:]
+            parts["h" + gate] = parts.get("h" + gate, {}) | {"kernel": own[:, here]}
         given = []
         for t in range(6):
+            carry = jnp.where(first[:, t, None], 0.0, carry)
             carry, _ = cell.apply({"params": parts}, carry, x[:, t])
             given.append(carry)
         return jnp.stack(given, 1)
@@ -64,18 +74,15 @@ def test_it_is_a_gated_recurrent_unit_with_its_gradients():
     def ours(params, carry):
         return memory.apply({"params": params}, x, carry, first)[0]
 
-    np.testing.assert_allclose(ours(params, carry), flax(params, carry), rtol=1e-5, atol=1e-6)
     weight = rng.normal(size=(4, 6, 5))
-    grads, expected = (
-        jax.jit(jax.grad(lambda *args: jnp.sum(weight * each(*args)), (0, 1)))(params, carry)  # noqa: B023
-        for each in (ours, flax)
-    )
-    expected[0]["recurrent_bias"] = (
-        grads[0]["recurrent_bias"].at[10:].set(expected[0]["recurrent_bias"][10:])
-    )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, expected
-    )
+
+    def with_gradients(memory):
+        loss = jax.grad(lambda *args: jnp.sum(weight * memory(*args)), (0, 1))
+        return jit(lambda *args: (memory(*args), loss(*args)))(params, carry)
+
+    (given, grads), (expected, expected_grads) = map(with_gradients, (ours, flax))
+    np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
 
 
 def test_steps_in_a_row_are_those_one_by_one_and_an_episode_begins_without_memory():
@@ -84,6 +91,11 @@ def test_steps_in_a_row_are_those_one_by_one_and_an_episode_begins_without_memor
     _, second = rollout(setup, after, jax.random.key(2))
     steps = jax.tree.map(lambda *x: jnp.concatenate(x), first.transitions, second.transitions)
     value, memory = one_by_one(setup, state, steps)
+    at_once = setup.agent.apply(
+        state.params, state.obs_stats, *by_environment(steps.obs, state.carry, steps.first)
+    )
+    np.testing.assert_allclose(at_once.value.T, value, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(at_once.carry, memory[-1], rtol=1e-4, atol=1e-5)
     assert steps.first[1:].any()
     np.testing.assert_allclose(steps.value, value, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(second.carry, memory[6], rtol=1e-4, atol=1e-5)
@@ -177,12 +189,65 @@ def test_sequences_may_be_learnt_from_in_parts():
         )
 
 
-def test_advantages_taken_anew_are_with_the_memory():
-    setup, state, _ = remembering(Poisoned(scale=0.02))
-    state, data = rollout(setup, state, jax.random.key(1))
-    state, data = rollout(setup, state, jax.random.key(2))
-    anew = jit(rollouts.values, static_argnums=0)(setup, state, data)
-    np.testing.assert_allclose(anew, data.transitions.value, rtol=1e-4, atol=1e-5)
+def test_its_weights_begin_orthogonal():
+    setup, state, _ = setup_and_state(Poisoned(), **GRU)
+    memory = state.params["memory"]
+    for kernel in (memory["inputs"]["kernel"], memory["recurrent_kernel"]):
+        assert kernel.shape[1] == 3 * 6
+        np.testing.assert_allclose(kernel @ kernel.T, np.eye(len(kernel)), atol=1e-4)
+    np.testing.assert_array_equal(memory["candidate_bias"], 0.0)
+    assert setup.agent.num_units == 8 + 8 * 6 + 2 + 1
+
+
+def test_sequences_of_images_are_images_one_by_one():
+    """Their gradients too, with the convolutions of this device."""
+    space = Box(0, 255, (7, 6, 2), "uint8")
+    agent = make_agent(Config(gru_units=4, cnn_layers=((5, 3, 1),)), space, Discrete(3))
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(agent.init, jax.random.key(0), Hyper())
+    params = jax.tree.map(lambda x: np.float32(rng.normal(0, 0.3, x.shape)), shapes)
+    obs = rng.integers(0, 256, (3, 5, 7, 6, 2), np.uint8)
+    first, carry = rng.random((3, 5)) < 0.3, np.float32(rng.normal(size=(3, 4)))
+
+    def at_once(params):
+        return agent.apply(params, None, obs, carry, first).value
+
+    def one_by_one(params):
+        memory, value = carry, []
+        for t in range(5):
+            output = agent.apply(params, None, obs[:, t], memory, first[:, t])
+            memory = output.carry
+            value.append(output.value)
+        return jnp.stack(value, 1)
+
+    np.testing.assert_allclose(jit(at_once)(params), jit(one_by_one)(params), rtol=1e-4, atol=1e-5)
+    grads = (
+        jit(jax.grad(lambda params, each=each: jnp.sum(each(params) ** 2)))(params)
+        for each in (at_once, one_by_one)
+    )
+    chex.assert_trees_all_close(*grads, rtol=1e-3, atol=1e-4)
+
+
+def test_a_policy_is_asked_step_by_step():
+    setup, state, _ = remembering(Poisoned())
+    run = Run(0, 0, Setting({}, setup.config, Hyper()))
+    policy = Policy(run, Poisoned(), setup.agent, state.params, None, 0)
+    obs = np.random.default_rng(0).normal(size=(2, 4, 3))
+    _, memory = policy.step(obs)
+    assert memory.shape == (2, 4, 6)
+    memory[0] = 0.0  # where an episode begins
+    _, after = policy.step(obs, memory)
+    np.testing.assert_allclose(after[0], policy.step(obs[0])[1], rtol=1e-5)
+    assert np.abs(after[1] - policy.step(obs[1])[1]).max() > 1e-3
+    alone = policy.step(obs[1, 2], memory[1, 2])
+    np.testing.assert_allclose(alone[1], after[1, 2], rtol=1e-5)
+    keys = jax.random.split(jax.random.key(0), 20)
+    assert len({int(policy.step(obs[0, 0], key=key)[0]) for key in keys}) == 2
+    with pytest.raises(ValueError, match=r"a memory \[6\] is not \[2, 4, 6\]"):
+        policy.step(obs, memory[0, 0])
+    for ask in (policy, lambda obs: act(setup.agent, state.params, None, obs)):
+        with pytest.raises(ValueError, match="this policy has a memory"):
+            ask(obs[0])
 
 
 @pytest.mark.parametrize("units", [None, 8])

@@ -54,6 +54,8 @@ def test_a_block_is_what_fits_the_cache_of_a_core(monkeypatch, num_envs, backend
         ({"num_envs": 64}, False),  # of 2,048
         ({"torso_layers": (256, 256)}, False),
         ({"torso_layers": (), "value_layers": (256,) * 5}, False),
+        ({"gru_units": 16}, True),
+        ({"gru_units": 64}, False),
         ({"num_envs": 1024, "num_steps": 2}, False),
         ({"env": "hopper"}, True),
         ({"env": "Breakout-MinAtar"}, False),
@@ -72,15 +74,25 @@ def test_registered_environments_may_have_images():
 
 
 @pytest.mark.parametrize(
-    ("may_truncate", "num_minibatches", "update_epochs"),
-    [(False, 4, 4), (True, 64, 4), (False, 4, 800)],
+    ("may_truncate", "num_minibatches", "update_epochs", "gru_units"),
+    [
+        (False, 4, 4, None),
+        (True, 64, 4, None),
+        (False, 4, 800, None),
+        (False, 4, 4, 32),
+        (True, 4, 4, 32),
+    ],
 )
 def test_a_footprint_lies_above_what_is_compiled_and_not_far(
-    may_truncate, num_minibatches, update_epochs
+    may_truncate, num_minibatches, update_epochs, gru_units
 ):
     """Also where as many final observations as steps are to be valued, and where shuffles are large."""
     config = Config(
-        num_envs=64, num_steps=128, num_minibatches=num_minibatches, update_epochs=update_epochs
+        num_envs=64,
+        num_steps=128,
+        num_minibatches=num_minibatches,
+        update_epochs=update_epochs,
+        gru_units=gru_units,
     )
     env = Unusual(may_truncate=may_truncate, shape=(4,))
     plan = Plan(num_runs=4, num_devices=1, block=2)

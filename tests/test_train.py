@@ -336,7 +336,12 @@ def test_everything_is_compiled_once(name, compiled):
 
 @pytest.mark.parametrize(("platform", "backend"), [("cuda", "gpu"), ("tpu", "tpu")])
 @pytest.mark.parametrize(
-    "options", [{"env": "MountainCarContinuous-v0"}, {"env": "Breakout-MinAtar", "gru_units": 4}]
+    "options",
+    [
+        {"env": "MountainCarContinuous-v0"},
+        {"env": "Breakout-MinAtar"},
+        {"env": "Breakout-MinAtar", "gru_units": 4},
+    ],
 )
 def test_programs_are_lowered_for_accelerators(options, platform, backend, monkeypatch):
     """With the branches that those take, and without a call of what only a CPU has."""

@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 
 from purejaxppo.config import Config
-from purejaxppo.envs.base import VectorEnvironment
+from purejaxppo.envs.base import VectorEnvironment, begins
 from purejaxppo.spaces import Box
 from purejaxppo.types import Episode, PyTree, TimeStep
 from purejaxppo.values import ConfigError
@@ -106,11 +106,8 @@ class Images:
         env, timestep, episode = self.env.step(key, state.env, action)
         frame = self._prepared(timestep.obs)
         obs = jnp.concatenate([state.obs[..., frame.shape[-1] :], frame], -1)
-        begins = timestep.terminated | timestep.truncated
-        if self.external and timestep.valid is not None:  # an episode begins a step later
-            begins = ~timestep.valid
-        begins = begins[:, None, None, None]
-        after = ImagesState(env, jnp.where(begins, self._start(env.obs), obs))
+        first = begins(self.env, timestep, episode)[:, None, None, None]
+        after = ImagesState(env, jnp.where(first, self._start(env.obs), obs))
         return after, timestep.replace(obs=obs), episode
 
     def _start(self, obs: Array) -> Array:
