@@ -193,8 +193,7 @@ def met(result: dict[str, Any], target: Target) -> bool:
 
 def table(suite: str, results: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
-    versions = results[0]["versions"]
-    package = suite if suite in versions else "gymnax"
+    made = ", or ".join(dict.fromkeys(_made_with(suite, r) for r in results))
     sampled = load_settings(results[0]["env"]).run.eval_sampled
     lines = [
         f"# Learning results, {suite}",
@@ -205,8 +204,7 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
         f"mean over seeds. Random and untrained: mean, and 99th percentile, over {RANDOM_POLICIES} "
         "policies measured the same way, of uniform actions and of networks before training.",
         "",
-        f"{results[0]['device']}, jax {versions['jax']}, {package} {versions[package]}, "
-        f"purejaxppo {versions['purejaxppo']}.",
+        f"{made}.",
         "",
         "| environment | steps | seeds | mean | 95% interval | worst seed | random (p99) "
         "| untrained (p99) | bar | met | note |",
@@ -239,6 +237,13 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
             cells = ["" if value is None else f"{value:.4g}" for value in curve]
             lines.append(f"| {r['env']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _made_with(suite: str, result: dict[str, Any]) -> str:
+    """The machine and the versions of a measurement."""
+    versions = result["versions"]
+    packages = "jax", suite if suite in versions else "gymnax", "purejaxppo"
+    return ", ".join([result["device"], *(f"{name} {versions[name]}" for name in packages)])
 
 
 def _pair(values: list[float] | None) -> str:
