@@ -204,8 +204,10 @@ def values(setup: Setup, state: TrainState, steps: Transition) -> Array:
     place of small ones in every step, which XLA leaves out as nothing reads them. As many observations at
     a time as an update has, so that this takes no more memory.
     """
-    parts = [x.reshape(_num_parts(setup), -1, *x.shape[2:]) for x in (steps.obs, steps.first)]
-    value = jax.lax.map(lambda seen: _value(setup, state, (seen[0], (), seen[1])), tuple(parts))
+    parts = jax.tree.map(
+        lambda x: x.reshape(_num_parts(setup), -1, *x.shape[2:]), (steps.obs, (), steps.first)
+    )
+    value = jax.lax.map(functools.partial(_value, setup, state), parts)
     return value.reshape(steps.value.shape)
 
 

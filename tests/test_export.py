@@ -86,13 +86,33 @@ def observations(policy, count=10_000):
     return numbers
 
 
-@pytest.fixture(scope="module", params=CASES)
-def exported(request, tmp_path_factory):
+REMEMBERING = {
+    "memory": (VECTOR, TORQUES, NORMALISED | {"gru_units": 8, "policy_layers": (16,)}),
+    "memory alone": (Discrete(7), Discrete(3), {"gru_units": 8, "torso_layers": ()}),
+    "memory of images": (
+        Box(0, 255, (5, 4, 2), "uint8"),
+        TORQUES,
+        {"gru_units": 8, "cnn_layers": ((6, 3, 1),), "torso_layers": ()},
+    ),
+}
+
+
+def export_case(case, tmp_path_factory):
     """A policy and the directory it was exported to."""
-    policy = make_policy(*CASES[request.param])
+    policy = make_policy(*case)
     directory = tmp_path_factory.mktemp("export")
     export(policy, directory)
     return policy, directory
+
+
+@pytest.fixture(scope="module", params=CASES)
+def exported(request, tmp_path_factory):
+    return export_case(CASES[request.param], tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=REMEMBERING)
+def remembering(request, tmp_path_factory):
+    return export_case(REMEMBERING[request.param], tmp_path_factory)
 
 
 def check(policy, act):
@@ -132,26 +152,6 @@ def load_numpy(directory):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Policy(directory / "policy.npz")
-
-
-REMEMBERING = {
-    "memory": (VECTOR, TORQUES, NORMALISED | {"gru_units": 8, "policy_layers": (16,)}),
-    "memory alone": (Discrete(7), Discrete(3), {"gru_units": 8, "torso_layers": ()}),
-    "memory of images": (
-        Box(0, 255, (5, 4, 2), "uint8"),
-        TORQUES,
-        {"gru_units": 8, "cnn_layers": ((6, 3, 1),), "torso_layers": ()},
-    ),
-}
-
-
-@pytest.fixture(scope="module", params=REMEMBERING)
-def remembering(request, tmp_path_factory):
-    """A policy with a memory and the directory it was exported to."""
-    policy = make_policy(*REMEMBERING[request.param])
-    directory = tmp_path_factory.mktemp("export")
-    export(policy, directory)
-    return policy, directory
 
 
 def check_memory(policy, step):
