@@ -32,6 +32,13 @@ from purejaxppo.values import ConfigError, show_cnn_layers
 LEARNING_RATES = ("learning_rate", "critic_learning_rate")
 # An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
 _ADAPTIVE_BOUNDS, _ADAPTIVE_FACTOR = (1e-5, 1e-2), 1.5
+# Convolutions and dense layers of images whose smaller side is so long at least.
+_BY_SIDE = (
+    (36, "nature", (512,)),
+    (20, "nips", (256,)),
+    (3, "minatar", (128,)),
+    (0, "flat", (64, 64)),
+)
 # What approx_kl of an unchanged policy stays below in float32.
 _ROUNDING_KL = 1e-7
 
@@ -174,12 +181,12 @@ def _torso_layers(config: Config, shape: tuple[int, ...]) -> tuple[CnnLayers, tu
         ConfigError: convolutions do not fit it.
     """
     cnn_layers, torso_layers = config.cnn_layers, config.torso_layers
-    side = min(shape[:2]) if len(shape) == 3 else 0  # the smallest of an image
+    side = min(shape[:2]) if len(shape) == 3 else 0
+    name, layers = next(fitting for least, *fitting in _BY_SIDE if side >= least)
     if cnn_layers is None:
-        name = "nature" if side >= 36 else "minatar" if side >= 3 else "flat"
         cnn_layers = CNN_LAYERS[name]
     if torso_layers is None:
-        torso_layers = ((512,) if side >= 36 else (128,)) if cnn_layers else (64, 64)
+        torso_layers = layers if cnn_layers else (64, 64)
     try:
         conv_shapes(cnn_layers, shape)
     except ValueError as error:

@@ -87,9 +87,9 @@ class Config:
     minibatches: Literal["auto", "samples", "sequences"] = "auto"
     """Minibatches of single samples, or of whole rollouts of some of the environments; auto: samples, with a GRU sequences."""
     cnn_layers: CnnLayers | None = None
-    """Convolutions, features x kernel x stride of each, or nature, minatar, flat (none); by default what fits."""
+    """Convolutions, features x kernel x stride of each, or nature, nips, minatar, flat (none); by default what fits."""
     torso_layers: tuple[int, ...] | None = None
-    """Widths of the dense layers of a torso; by default 64,64, after convolutions 512 or, of small images, 128."""
+    """Widths of the dense layers of a torso; by default 64,64, after convolutions 512, of small images 256 or 128."""
     policy_layers: tuple[int, ...] = ()
     """Widths of further layers of the policy."""
     value_layers: tuple[int, ...] = ()

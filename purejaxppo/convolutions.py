@@ -18,9 +18,10 @@ from purejaxppo.products import multiply
 
 CnnLayers = tuple[tuple[int, int, int], ...]  # (features, kernel, stride) of each
 
-# Mnih et al. (2015), and Young & Tian (2019).
+# Mnih et al. (2015), Mnih et al. (2013), and Young & Tian (2019).
 CNN_LAYERS: dict[str, CnnLayers] = {
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
+    "nips": ((16, 8, 4), (32, 4, 2)),
     "minatar": ((16, 3, 1),),
     "flat": (),
 }

@@ -111,7 +111,7 @@ def test_names_that_other_libraries_give_options_are_none_of_ours():
         ({"shared_torso": "maybe"}, "shared_torso: 'maybe' is not true or false"),
         ({"log_std": "both"}, "log_std: 'both' is not one of parameter, state"),
         ({"torso_layers": 64}, "torso_layers: 64 is not a list of whole numbers"),
-        ({"cnn_layers": "big"}, "cnn_layers: 'big' is not one of nature, minatar, flat, or"),
+        ({"cnn_layers": "big"}, "cnn_layers: 'big' is not one of nature, nips, minatar, flat, or"),
         ({"cnn_layers": [[8, 3]]}, "cnn_layers: .* is not one of nature"),
         ({"resize": [84]}, "resize: .84. is not"),
         ({"env": 3}, "env: 3 is not text"),

@@ -113,7 +113,7 @@ def test_every_sample_meets_the_whole_grid():
         (["gamma=0.9,0.9"], {}, "there twice"),
         (["gamma=0.9,abc"], {}, "'abc' is not a number"),
         (["gamma=0.9,1.5"], {}, "--gamma 1.5: must be in 0 ... 1"),
-        (["cnn_layers=8x3x1,4x2x2"], {}, "must be of nature, minatar, flat, none"),
+        (["cnn_layers=8x3x1,4x2x2"], {}, "must be of nature, nips, minatar, flat, none"),
         (["num_minibatches=3"], {}, "not divisible by --num-minibatches 3"),
         (["env=CartPole-v1"], {}, "cannot be ranked"),
         (["seed=1,2"], {}, "--num-seeds"),
