@@ -33,7 +33,7 @@ LEARNING_RATES = ("learning_rate", "critic_learning_rate")
 # An adaptive learning rate stays between these, and moves by this factor (Rudin et al., 2022).
 _ADAPTIVE_BOUNDS, _ADAPTIVE_FACTOR = (1e-5, 1e-2), 1.5
 # Convolutions and dense layers of images whose smaller side is so long at least.
-_BY_SIDE = (
+_BY_SIDE: tuple[tuple[int, str, tuple[int, ...]], ...] = (
     (36, "nature", (512,)),
     (20, "nips", (256,)),
     (3, "minatar", (128,)),
@@ -182,7 +182,7 @@ def _torso_layers(config: Config, shape: tuple[int, ...]) -> tuple[CnnLayers, tu
     """
     cnn_layers, torso_layers = config.cnn_layers, config.torso_layers
     side = min(shape[:2]) if len(shape) == 3 else 0
-    name, layers = next(fitting for least, *fitting in _BY_SIDE if side >= least)
+    name, layers = next((cnn, dense) for least, cnn, dense in _BY_SIDE if side >= least)
     if cnn_layers is None:
         cnn_layers = CNN_LAYERS[name]
     if torso_layers is None:

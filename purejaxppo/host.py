@@ -83,7 +83,9 @@ def _train(settings: Settings) -> int:
         try:
             facts, signal = _run(trainings, directory, caveats, display)
             facts["wall_seconds"] = before + time.monotonic() - started
-            summary = write_reports(directory.path, facts) if processes.is_main() else None
+            summary = None
+            if processes.is_main():
+                summary = write_reports(directory.path, facts, display.say)
         except BaseException as error:
             if isinstance(error, OSError) or any(map(directory.has_begun, range(len(groups)))):
                 display.say(_how_to_go_on(settings, directory))

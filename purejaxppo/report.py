@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,11 +220,14 @@ def make_curve(runs: list[Curve]) -> Curve:
     return Curve(steps, returns)
 
 
-def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def write_reports(
+    run_dir: Path, facts: dict[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
     """Writes `summary.json`, for a sweep its table and best setting, and the plots.
 
     Args:
         facts: what the tables do not say; `diverged_runs` is among it.
+        say: tells the user in a line why there are no plots, where they cannot be drawn.
 
     Returns:
         What `summary.json` says.
@@ -241,7 +245,11 @@ def write_reports(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
     write_summary(run_dir / "summary.json", summary)
     if report.settings.run.sweep:
         write_sweep(report)
-    draw(report)  # last: no table is lost where there is nothing to draw with
+    try:
+        draw(report)
+    except Exception as error:  # a picture is not worth a training
+        again = f"`purejaxppo report {shlex.quote(str(run_dir))}` draws them"
+        say(f"no plots: {type(error).__name__}: {error}; {again}")
     return summary
 
 
