@@ -59,7 +59,8 @@ def _train(settings: Settings) -> int:
     machine.configure(settings.run, len(runs), one_thread=all(map(suits_one_thread, configs)))
     processes.check_same(rundir.common_options(settings))
     memory = machine.memory_for_arrays(settings.run.memory_limit)
-    display = Display(quiet=not processes.is_main())
+    main = processes.is_main()
+    display = Display(quiet=not main)
     if len(groups) > _MANY:
         display.say(f"first, {len(groups)} programs are laid out")
     with contextlib.ExitStack() as held:
@@ -83,13 +84,11 @@ def _train(settings: Settings) -> int:
         try:
             facts, signal = _run(trainings, directory, caveats, display)
             facts["wall_seconds"] = before + time.monotonic() - started
-            summary = None
-            if processes.is_main():
-                summary = write_reports(directory.path, facts, display.say)
+            summary = write_reports(directory.path, facts, display.say) if main else None
         except BaseException as error:
             if isinstance(error, OSError) or any(map(directory.has_begun, range(len(groups)))):
                 display.say(_how_to_go_on(settings, directory))
-            elif settings.run.resume is None and processes.is_main():
+            elif settings.run.resume is None and main:
                 rundir.discard_unused(directory.path)
             raise
     if summary is not None:
@@ -98,9 +97,7 @@ def _train(settings: Settings) -> int:
     if signal:
         display.say(_how_to_go_on(settings, directory))
     processes.agree(0)  # the others wait for the report here, and not where JAX loses patience
-    if signal:
-        return 128 + signal
-    return int(len(facts["diverged_runs"]) == len(runs))
+    return 128 + signal if signal else int(len(facts["diverged_runs"]) == len(runs))
 
 
 def _run(
