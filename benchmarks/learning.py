@@ -115,6 +115,8 @@ def train(env_name: str, target: Target, num_seeds: int, first_seed: int) -> dic
     options = ["--env", env_name, "--seed", first_seed, "--num-seeds", num_seeds, "--eval-every", 0]
     if target.steps:
         options += ["--total-timesteps", target.steps]
+    if target.num_envs:
+        options += ["--num-envs", target.num_envs]
     with trained(*options) as (run_dir, _):
         return outcome(run_dir, target)
 

@@ -19,6 +19,7 @@ class Target:
         optimum: the mean must come 95% of the way from random to it.
         above_random: every seed must be above the 99th percentile of random policies.
         steps: of the training, where not as shipped.
+        num_envs: of the training, where not as shipped.
         games: the last so many of the training are the return, where a game is long, not an evaluation.
         note: for the table.
     """
@@ -28,6 +29,7 @@ class Target:
     optimum: float | None = None
     above_random: bool = False
     steps: int | None = None
+    num_envs: int | None = None
     games: int = 0
     note: str = ""
 
@@ -135,4 +137,34 @@ ENVPOOL = {
     ),
 }
 
-SUITES = {"gymnax": GYMNAX, "minatar": MINATAR, "octax": OCTAX, "envpool": ENVPOOL}
+_CRAFTAX_1M = Target(
+    above_random=True,
+    steps=1_000_000,
+    num_envs=64,
+    note="Of 64 environments instead of 1,024, and 1M steps instead of a billion.",
+)
+CRAFTAX = {
+    "craftax/Craftax-Classic-Symbolic-v1": _CRAFTAX_1M,
+    "craftax/Craftax-Symbolic-v1": _CRAFTAX_1M,
+}
+
+XMINIGRID = {
+    "xminigrid/MiniGrid-Empty-8x8": Target(
+        optimum=1 - 0.9 * 11 / 256,
+        note="Optimum: ten steps forward and a turn of the 256 there are.",
+    ),
+    "xminigrid/MiniGrid-DoorKey-8x8": Target(above_random=True),
+    "xminigrid/MiniGrid-FourRooms": Target(above_random=True),
+    "xminigrid/MiniGrid-MemoryS16": Target(
+        above_random=True, note="Walking to one of the two ends without a look earns half."
+    ),
+}
+
+SUITES = {
+    "gymnax": GYMNAX,
+    "minatar": MINATAR,
+    "craftax": CRAFTAX,
+    "octax": OCTAX,
+    "xminigrid": XMINIGRID,
+    "envpool": ENVPOOL,
+}

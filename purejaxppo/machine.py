@@ -228,8 +228,8 @@ def versions() -> dict[str, str]:
     """Of what a result depends on."""
     found = {"purejaxppo": purejaxppo.__version__, "python": platform.python_version()}
     for name in (
-        "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "mujoco", "mujoco-mjx", "playground", "envpool", "octax",
-        "numpy",
+        "jax", "jaxlib", "flax", "optax", "gymnax", "brax", "mujoco", "mujoco-mjx", "playground",
+        "craftax", "envpool", "octax", "xminigrid", "numpy",
     ):  # fmt: skip
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # an extra
             found[name] = importlib.metadata.version(name)

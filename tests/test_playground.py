@@ -10,12 +10,6 @@ from purejaxppo.values import ConfigError
 installed = importlib.util.find_spec("mujoco_playground") is not None
 
 
-@pytest.mark.skipif(installed, reason="it is installed")
-def test_what_to_install_is_said():
-    with pytest.raises(ConfigError, match=r"pip install 'purejaxppo\[playground\]'"):
-        envs.make("playground/CartpoleBalance")
-
-
 @pytest.mark.skipif(not installed, reason="the extra playground is not installed")
 def test_arguments_are_those_of_its_configuration():
     env = envs.make("CartpoleBalance", {"episode_length": 100, "action_repeat": 2})

@@ -34,6 +34,9 @@ _SUITES = {
         ant halfcheetah hopper humanoid humanoidstandup inverted_pendulum
         inverted_double_pendulum pusher reacher swimmer walker2d
     """,
+    "craftax": """
+        Craftax-Classic-Symbolic-v1 Craftax-Classic-Pixels-v1 Craftax-Symbolic-v1 Craftax-Pixels-v1
+    """,
     "octax": """
         airplane blinky brix deep filter flight_runner missile pong rocket shooting_stars
         spacejam squash submarine tank tetris ufo vertical_brix wipe_off worm cavern1 cavern2
@@ -47,6 +50,14 @@ _SUITES = {
         FingerTurnHard FishSwim HopperHop HopperStand HumanoidStand HumanoidWalk HumanoidRun
         PendulumSwingup PointMass ReacherEasy ReacherHard SwimmerSwimmer6 WalkerRun WalkerStand
         WalkerWalk
+    """,
+    "xminigrid": """
+        MiniGrid-BlockedUnlockPickUp MiniGrid-DoorKey-5x5 MiniGrid-DoorKey-6x6 MiniGrid-DoorKey-8x8
+        MiniGrid-DoorKey-16x16 MiniGrid-Empty-5x5 MiniGrid-Empty-6x6 MiniGrid-Empty-8x8
+        MiniGrid-Empty-16x16 MiniGrid-EmptyRandom-5x5 MiniGrid-EmptyRandom-6x6
+        MiniGrid-EmptyRandom-8x8 MiniGrid-EmptyRandom-16x16 MiniGrid-FourRooms MiniGrid-LockedRoom
+        MiniGrid-MemoryS8 MiniGrid-MemoryS16 MiniGrid-MemoryS32 MiniGrid-MemoryS64 MiniGrid-MemoryS128
+        MiniGrid-Playground MiniGrid-Unlock MiniGrid-UnlockPickUp
     """,
 }
 
@@ -141,9 +152,9 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
 def has_vectors(name: str) -> bool:
     """Whether an environment is known to observe no images, without making it."""
     name = full_name(name)
-    if not isinstance(_REGISTRY.get(name), str) or name.startswith("octax/"):
+    if not isinstance(_REGISTRY.get(name), str) or name.startswith(("octax/", "xminigrid/")):
         return False
-    return not name.endswith(("-MinAtar", "Pong-misc"))
+    return not name.endswith(("-MinAtar", "Pong-misc", "-Pixels-v1"))
 
 
 def is_external(env: Any) -> bool:

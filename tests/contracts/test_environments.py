@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import pkgutil
+import sys
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from purejaxppo.rollouts import truncation_window
 from purejaxppo.spaces import Box, Discrete
 from purejaxppo.train import make_setup, make_train
 from purejaxppo.validation import validate
+from purejaxppo.values import ConfigError
 
 DOWNLOADS = {"MNISTBandit-bsuite"}
 ALL = envs.list_environments()
@@ -26,10 +28,16 @@ GYMNAX = [name for name in ALL if "/" not in name and name not in DOWNLOADS]
 BRAX = [name for name in ALL if name.startswith("brax/")]
 PLAYGROUND = [name for name in ALL if name.startswith("playground/")]
 OCTAX = [name for name in ALL if name.startswith("octax/")]
+CRAFTAX = [name for name in ALL if name.startswith("craftax/")]
+XMINIGRID = [name for name in ALL if name.startswith("xminigrid/")]
 # Physics takes long to compile: these always, the others with `-m slow`.
-QUICK = ("inverted_pendulum", "CartpoleBalance", "brix")
+QUICK = {
+    "inverted_pendulum", "CartpoleBalance", "brix", "Craftax-Classic-Symbolic-v1", "MiniGrid-DoorKey-5x5",
+}  # fmt: skip
 QUICK_BACKENDS = (None, "spring", "mjx")
-EXTRAS = {"playground": "mujoco_playground", "octax": "octax"}
+EXTRAS = {
+    "playground": "mujoco_playground", "octax": "octax", "craftax": "craftax", "xminigrid": "xminigrid",
+}  # fmt: skip
 NUM_ENVS, STEPS = 3, 130
 
 
@@ -39,9 +47,10 @@ def installed(extra):
 
 def marks(name, backend=None):
     """Of a name, or of a configuration file."""
-    short = Path(name).stem.partition("-")[0]
+    stem = Path(name).stem
     physics = "/" in name and "/gymnax/" not in name and "/examples/" not in name
-    quick = short in QUICK and "positional" not in name and backend in QUICK_BACKENDS
+    known = QUICK & {stem, stem.partition("-")[0]}
+    quick = known and "positional" not in name and backend in QUICK_BACKENDS
     slow = [pytest.mark.slow] if physics and not quick else []
     absent = [extra for extra in EXTRAS if f"{extra}/" in name and not installed(extra)]
     return [*slow, pytest.mark.skipif(bool(absent), reason=f"the extra {absent} is not installed")]
@@ -70,6 +79,16 @@ def test_registry_is_complete():
         assert {f"playground/{name}" for name in dm_control_suite.ALL_ENVS} == set(PLAYGROUND)
 
 
+@pytest.mark.parametrize("suite", EXTRAS)
+def test_what_to_install_is_said(suite, monkeypatch):
+    extra = EXTRAS[suite]
+    for module in [name for name in sys.modules if name.partition(".")[0] == extra]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, extra, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'purejaxppo\[{suite}\]'"):
+        envs.make(next(name for name in ALL if name.startswith(f"{suite}/")))
+
+
 WORLDS = [(name, {}) for name in GYMNAX]
 WORLDS += [
     (name, {"backend": backend, "episode_length": 50})
@@ -78,6 +97,8 @@ WORLDS += [
 ]
 WORLDS += [(name, {"episode_length": 50}) for name in PLAYGROUND]
 WORLDS += [(name, {"max_num_steps_per_episodes": 50}) for name in OCTAX]
+WORLDS += [(name, {"max_timesteps": 50}) for name in CRAFTAX]
+WORLDS += [(name, {"max_steps": 50}) for name in XMINIGRID]
 
 
 @pytest.mark.parametrize(
