@@ -79,8 +79,7 @@ def make(name: str, env_args: dict[str, Any]) -> XMiniGridEnvironment:
     except ImportError as error:
         raise ConfigError(f"{name}: {error}: pip install 'purejaxppo[xminigrid]'") from None
     env, params = make_task(name.removeprefix("xminigrid/"))
-    known = sorted(vars(params).keys() - {"render_mode"})
-    check_arguments(name, env_args, known)
+    check_arguments(name, env_args, vars(params).keys() - {"render_mode"})
     check_positive(env_args)
     with explained(name, env_args):
         made = XMiniGridEnvironment(env, params.replace(**env_args))
