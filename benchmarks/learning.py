@@ -61,17 +61,19 @@ class RandomPolicy:
         return sample
 
 
-def random_returns(env_name: str, env_args: dict[str, Any]) -> dict[str, list[float]]:
+def random_returns(
+    env_name: str, env_args: dict[str, Any], untrained: bool = True
+) -> dict[str, list[float]]:
     """Mean and 99th percentile, over policies, of the mean return of their episodes.
 
-    "random": uniform actions, which the bars refer to. "untrained": actions of
+    "random": uniform actions, which the bars refer to. "untrained", where asked for: actions of
     networks before training, taken as in the suite's evaluations, for comparison; where one constant action is good, some of these are.
     Not of environments outside of the program.
     """
     settings = load_settings(env_name)
     env = envs.make(env_name, env_args)
     measured = {"random": uniform_scores(settings.config, env, settings.run.eval_episodes)}
-    if not envs.is_external(env):
+    if untrained and not envs.is_external(env):
         measured["untrained"] = untrained_scores(settings, env)
     return {
         name: [float(scores.mean()), float(np.quantile(scores, 0.99))]
@@ -174,12 +176,6 @@ class Curve:
         ]
 
 
-def measure(suite: str, env_name: str, num_seeds: int) -> dict[str, Any]:
-    """What a training and the random policies reach in one environment."""
-    trained = train(env_name, SUITES[suite][env_name], num_seeds, FIRST_SEED)
-    return {"env": env_name} | trained | random_returns(env_name, trained["env_args"])
-
-
 def add_seeds(result: dict[str, Any], further: dict[str, Any]) -> None:
     """Adds the `outcome` of further seeds to a measurement of the same training."""
     for name in ("env_args", "steps", "eval_episodes"):
@@ -194,9 +190,10 @@ def met(result: dict[str, Any], target: Target) -> bool:
 
 
 def table(suite: str, results: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
+    """The results as Markdown, of environments whose random policies are measured, too."""
+    results = [r for r in results if "random" in r]
     made = ", or ".join(dict.fromkeys(_made_with(suite, r) for r in results))
-    sampled = load_settings(results[0]["env"]).run.eval_sampled
+    sampled = load_settings(next(iter(SUITES[suite]))).run.eval_sampled
     lines = [
         f"# Learning results, {suite}",
         "",
@@ -265,19 +262,26 @@ def main() -> int:
         help="keep the stored returns, measure random policies",
     )
     arguments = parser.parse_args()
-    known = {r["env"]: r for r in load(arguments.suite, [])}
     targets = SUITES[arguments.suite]
-    for name in arguments.env or targets:
-        if arguments.random_only:
-            known[name] |= random_returns(name, known[name]["env_args"])
-        elif arguments.more:
-            first = FIRST_SEED + len(known[name]["returns"])
-            add_seeds(known[name], train(name, targets[name], arguments.more, first))
-        else:
-            known[name] = measure(arguments.suite, name, arguments.seeds)
-        print(f"{name}: met {met(known[name], targets[name])}", flush=True)
+    known = {r["env"]: r for r in load(arguments.suite, [])}
+
+    def store() -> None:
         ordered = [known[env] for env in targets if env in known]
         save(arguments.suite, ordered, table(arguments.suite, ordered))
+
+    for name in arguments.env or targets:
+        target = targets[name]
+        if arguments.more:
+            first = FIRST_SEED + len(known[name]["returns"])
+            add_seeds(known[name], train(name, target, arguments.more, first))
+        elif not arguments.random_only:
+            known[name] = {"env": name} | train(name, target, arguments.seeds, FIRST_SEED)
+            store()  # already, as random policies may take longer
+        if not arguments.more:
+            args = known[name]["env_args"]
+            known[name] |= random_returns(name, args, target.untrained)
+        store()
+        print(f"{name}: met {met(known[name], target)}", flush=True)
     return int(not all(met(known[name], targets[name]) for name in arguments.env or targets))
 
 

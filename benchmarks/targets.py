@@ -20,6 +20,7 @@ class Target:
         above_random: every seed must be above the 99th percentile of random policies.
         steps: of the training, where not as shipped.
         num_envs: of the training, where not as shipped.
+        untrained: whether networks are measured before training, too, which takes long where they are large.
         games: the last so many of the training are the return, where a game is long, not an evaluation.
         note: for the table.
     """
@@ -30,6 +31,7 @@ class Target:
     above_random: bool = False
     steps: int | None = None
     num_envs: int | None = None
+    untrained: bool = True
     games: int = 0
     note: str = ""
 
@@ -141,6 +143,7 @@ _CRAFTAX_1M = Target(
     above_random=True,
     steps=1_000_000,
     num_envs=64,
+    untrained=False,
     note="Of 64 environments instead of 1,024, and 1M steps instead of a billion.",
 )
 CRAFTAX = {

@@ -53,7 +53,9 @@ def test_arguments_and_names():
     assert state.cows.mask.shape == (1,)
     with pytest.raises(ConfigError, match="has no argument 'map_sise'; did you mean map_size"):
         envs.make(f"craftax/{CLASSIC}", {"map_sise": 2})
-    for wrong in ({"max_timesteps": 0}, {"day_length": "x"}, {"map_size": 3}):
+    with pytest.raises(ConfigError, match="day_length=x: must be a number"):
+        envs.make(f"craftax/{CLASSIC}", {"day_length": "x"})
+    for wrong in ({"max_timesteps": 0}, {"map_size": 3}):
         with pytest.raises(ConfigError, match=f"{CLASSIC}: "):
             envs.make(f"craftax/{CLASSIC}", wrong)
     assert envs.full_name("Craftax-Symbolic-v1") == "craftax/Craftax-Symbolic-v1"

@@ -14,7 +14,7 @@ from jax.core import eval_context
 from purejaxppo.config import Config, Settings, read_settings
 from purejaxppo.envs import custom
 from purejaxppo.envs.base import Environment, VectorEnvironment, Vectorized
-from purejaxppo.envs.checks import check_described
+from purejaxppo.envs.checks import check_described, check_environment, explained
 from purejaxppo.envs.custom import Factory
 from purejaxppo.envs.images import prepare_images
 from purejaxppo.values import ConfigError, suggest
@@ -142,11 +142,13 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     if entry is None and suite in _OPEN_SUITES:
         entry = f"purejaxppo.envs.{suite}"
     with eval_context():  # what is computed here is known, within `jit` too
-        if isinstance(entry, str):
+        if not isinstance(entry, str):
+            return custom.make(name, entry, arguments)
+        with explained(name, arguments):
             env = importlib.import_module(entry).make(name, arguments)
-            check_described(name, env)
+            whole = arguments and not is_external(env)  # which may have made it something else
+            (check_environment if whole else check_described)(name, env)
             return env
-        return custom.make(name, entry, arguments)
 
 
 def has_vectors(name: str) -> bool:

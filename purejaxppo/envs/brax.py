@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from purejaxppo.envs.base import strong_types
-from purejaxppo.envs.checks import check_environment, explained
+from purejaxppo.envs.checks import check_positive
 from purejaxppo.spaces import Box
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
@@ -123,18 +123,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         known = {p for p in inspect.signature(factory).parameters if p != "kwargs"}
         known |= {"backend", "episode_length", "action_repeat", "n_frames", "debug"}
         check_arguments(name, env_args, known)
-        with explained(name, env_args):
-            env = BraxEnvironment(factory(**arguments), **wrapping)
-            if arguments.keys() - {"backend"}:
-                check_environment(name, env)
-            return env
-
-
-def check_positive(counts: dict[str, Any]) -> None:
-    """Raises ConfigError unless all are whole numbers of at least 1."""
-    for argument, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"--env-args {argument}={value}: must be a whole number, at least 1")
+        return BraxEnvironment(factory(**arguments), **wrapping)
 
 
 @contextlib.contextmanager

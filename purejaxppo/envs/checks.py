@@ -53,6 +53,24 @@ def explained(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(f"--env-args of {name}: {reason}") from None
 
 
+def check_positive(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless all are whole numbers of at least 1."""
+    for argument, value in arguments.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"--env-args {argument}={value}: must be a whole number, at least 1")
+
+
+def check_numbers(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that is no number where its default is one."""
+    for argument, value in arguments.items():
+        if _is_number(defaults.get(argument)) and not _is_number(value):
+            raise ConfigError(f"--env-args {argument}={value}: must be a number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_kept(value: Any, before: Any) -> bool:
     """Whether an attribute seems to be state: something traced, or a number that is another now."""
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(value))

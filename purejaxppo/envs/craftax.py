@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from purejaxppo.envs.checks import check_environment, explained
+from purejaxppo.envs.checks import check_numbers
 from purejaxppo.envs.gymnax import convert_space
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
@@ -92,12 +92,10 @@ def make(name: str, env_args: dict[str, Any]) -> CraftaxEnvironment:
     with _textures():
         env: Any = make_craftax_env_from_name(name.removeprefix("craftax/"), auto_reset=False)
     params, sizes = env.default_params, env.static_env_params
-    check_arguments(name, env_args, vars(params) | vars(sizes))
+    known = vars(params) | vars(sizes)
+    check_arguments(name, env_args, known)
+    check_numbers(env_args, known)
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in env_args.items()}
-    with explained(name, env_args):
-        sizes = sizes.replace(**{k: v for k, v in given.items() if k in vars(sizes)})
-        params = params.replace(**{k: v for k, v in given.items() if k in vars(params)})
-        made = CraftaxEnvironment(type(env)(sizes), params)
-        if env_args:
-            check_environment(name, made)
-        return made
+    sizes = sizes.replace(**{k: v for k, v in given.items() if k in vars(sizes)})
+    params = params.replace(**{k: v for k, v in given.items() if k in vars(params)})
+    return CraftaxEnvironment(type(env)(sizes), params)

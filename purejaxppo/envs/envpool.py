@@ -24,6 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from purejaxppo import spaces
 from purejaxppo.envs.base import finite_or_ended, over_runs
+from purejaxppo.envs.checks import check_numbers
 from purejaxppo.envs.gymnax import convert_space
 from purejaxppo.machine import num_cores
 from purejaxppo.types import Episode, TimeStep
@@ -216,8 +217,9 @@ def make(name: str, env_args: dict[str, Any]) -> EnvPool:
     if task not in known:
         raise ConfigError(f"{name}: EnvPool has no {task!r}{suggest(task, known, most=3)}")
     with _its_own_way(), _telling(name):
-        arguments = set(envpool.make_spec(task).config._fields) - _OURS
-    check_arguments(name, env_args, arguments)
+        defaults = envpool.make_spec(task).config._asdict()
+    check_arguments(name, env_args, defaults.keys() - _OURS)
+    check_numbers(env_args, defaults)
     with _its_own_way(), _telling(name):
         spec = envpool.make_spec(task, **env_args)
         observations, actions = map(convert_space, (spec.observation_space, spec.action_space))

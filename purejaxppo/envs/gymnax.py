@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from purejaxppo import spaces
-from purejaxppo.envs.checks import check_environment, explained, unpacked
+from purejaxppo.envs.checks import check_numbers, explained, unpacked
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -106,11 +106,7 @@ def make(name: str, env_args: dict[str, Any]) -> GymnaxEnvironment:
         ConfigError: an argument that neither knows, or data that cannot be downloaded.
     """
     factory = _import_gymnax().registration._registry[name]
-    with explained(name, env_args):
-        env = build(name, factory, env_args, binary=name.endswith("-MinAtar"))
-        if env_args:
-            check_environment(name, env)
-        return env
+    return build(name, factory, env_args, binary=name.endswith("-MinAtar"))
 
 
 def build(
@@ -126,17 +122,11 @@ def build(
     params: Any = env.default_params
     if not dataclasses.is_dataclass(type(params)):
         raise ConfigError(f"{name}: its default_params are {params!r}: must be a dataclass")
-    fields = {field.name for field in dataclasses.fields(params)}
-    check_arguments(name, env_args, accepted | fields)
+    defaults = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    check_arguments(name, env_args, accepted | defaults.keys())
     changes = {k: v for k, v in env_args.items() if k not in accepted}
-    for argument, value in changes.items():
-        if _is_number(getattr(params, argument)) and not _is_number(value):
-            raise ConfigError(f"--env-args {argument}={value}: must be a number")
+    check_numbers(changes, defaults)
     return GymnaxEnvironment(env, dataclasses.replace(params, **changes), binary)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _spaces(env: Any, params: Any) -> list[Any]:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from purejaxppo import spaces
-from purejaxppo.envs.brax import check_positive
-from purejaxppo.envs.checks import check_environment, explained
+from purejaxppo.envs.checks import check_positive
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -68,10 +67,6 @@ def make(name: str, env_args: dict[str, Any]) -> OctaxEnvironment:
     check_arguments(name, env_args, _ARGUMENTS)
     game = name.removeprefix("octax/")
     check_positive(env_args)
-    with explained(name, env_args):
-        with _quietly():
-            env, _ = create_environment(game, render_mode="rgb_array", **env_args)
-        made = OctaxEnvironment(env)
-        if env_args:
-            check_environment(name, made)
-        return made
+    with _quietly():
+        env, _ = create_environment(game, render_mode="rgb_array", **env_args)
+    return OctaxEnvironment(env)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-from purejaxppo.envs.brax import BraxEnvironment, check_positive, quietly
-from purejaxppo.envs.checks import explained
+from purejaxppo.envs.brax import BraxEnvironment, quietly
+from purejaxppo.envs.checks import check_positive
 from purejaxppo.values import ConfigError, check_arguments, suggest
 
 
@@ -38,8 +38,7 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
         wrapping = {k: env_args.get(k, config[k]) for k in ("episode_length", "action_repeat")}
         check_positive(wrapping)
         try:
-            with explained(name, env_args):
-                env = registry.load(short, config_overrides={"impl": "jax"} | env_args)
+            env = registry.load(short, config_overrides={"impl": "jax"} | env_args)
         except (subprocess.CalledProcessError, OSError) as error:
             raise ConfigError(f"{name} downloads its assets, and that failed: {error}") from None
         # Some keep a history in their observations (BarkourJoystick, Op3Joystick).

@@ -9,8 +9,7 @@ import numpy as np
 from jax import Array, nn
 
 from purejaxppo import spaces
-from purejaxppo.envs.brax import check_positive
-from purejaxppo.envs.checks import check_environment, explained
+from purejaxppo.envs.checks import check_positive
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments
 
@@ -81,8 +80,4 @@ def make(name: str, env_args: dict[str, Any]) -> XMiniGridEnvironment:
     env, params = make_task(name.removeprefix("xminigrid/"))
     check_arguments(name, env_args, vars(params).keys() - {"render_mode"})
     check_positive(env_args)
-    with explained(name, env_args):
-        made = XMiniGridEnvironment(env, params.replace(**env_args))
-        if env_args:
-            check_environment(name, made)
-        return made
+    return XMiniGridEnvironment(env, params.replace(**env_args))
