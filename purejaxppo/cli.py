@@ -22,7 +22,7 @@ from typing import Any, get_args
 import tyro
 
 from purejaxppo import __version__, envs, machine, processes, report, rundir, values
-from purejaxppo.config import Settings, our_name, shipped_config
+from purejaxppo.config import Settings, our_name, shipped_config, suite_defaults
 from purejaxppo.convolutions import CnnLayers
 from purejaxppo.display import Display
 from purejaxppo.host import train
@@ -114,11 +114,21 @@ def envs_command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="purejaxppo envs", description=envs_command.__doc__)
     parser.parse_args(arguments)
     for name in envs.list_environments():
-        path = shipped_config(name)
-        published = path is not None and path.read_text().startswith("# Published")
-        print(name + ("  published settings" if published else "  tuned" if path else ""))
+        print(f"{name}  {_origin(name)}".rstrip())
     print("envpool/NAME  whatever EnvPool calls NAME (an extra), such as envpool/Pong-v5")
     return 0
+
+
+def _origin(env: str) -> str:
+    """Where the settings of an environment are from, as the first word of their file says."""
+    own, common = shipped_config(env), suite_defaults(env)
+    path = own or common
+    said = path.read_text() if path is not None else ""
+    if said.startswith("# Published"):
+        return "published settings"
+    if own is not None:
+        return "tuned"
+    return "tuned on others of its suite" if said.startswith("# Tuned") else ""
 
 
 @guarded
@@ -259,14 +269,14 @@ def report_command(arguments: list[str]) -> int:
             ranked = report.compare(reports, compared)
         else:
             ranked = {reports[0].settings.config.env: reports[0].ranked}
-    except (ValueError, OSError) as error:  # of a plot's format, too
+    except (ValueError, OSError, ImportError) as error:  # of a plot's format, too
         raise ConfigError(str(error)) from None
     display, drawn = Display(), []
     for each in reports:
         try:
             report.draw(each)
             drawn.append(str(each.path))
-        except OSError as error:  # somebody else's directory
+        except (OSError, ImportError) as error:  # somebody else's directory, a damaged Matplotlib
             display.say(f"not drawn again: {error}")
     for env, results in ranked.items():
         statistics = [(r.name or str(reports[0].path), r.outcome.statistics()) for r in results]

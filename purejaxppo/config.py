@@ -288,6 +288,12 @@ def shipped_config(env: str, backend: str | None = None) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def suite_defaults(env: str) -> Path | None:
+    """The shipped settings of an environment's whole suite, if there are any."""
+    path = _suite_directory(env) / "defaults.yaml"
+    return path if path.is_file() else None
+
+
 def _suite_directory(env: str) -> Path:
     """Where settings of an environment are, and its suite's defaults."""
     suite, _, name = env.rpartition("/")
@@ -302,9 +308,8 @@ def _suite_directory(env: str) -> Path:
 
 def _shipped_values(env: str, backend: str | None) -> dict[str, Any]:
     """What defaults.yaml of the suite says, and over it what is shipped for the environment."""
-    common = _suite_directory(env) / "defaults.yaml"
-    values = _read_yaml(common) if common.is_file() else {}
-    path = shipped_config(env, backend)
+    common, path = suite_defaults(env), shipped_config(env, backend)
+    values = _read_yaml(common) if common is not None else {}
     own = _read_yaml(path) if path is not None else {}
     meant = backend is None or backend == (values | own).get("backend")
     return values | own if meant else values

@@ -605,8 +605,12 @@ def run_main(*arguments):
 def test_console_script(capsys):
     assert run_main("envs") == 0
     shown = capsys.readouterr().out.split("\n")
-    assert "CartPole-v1  tuned" in shown
-    assert "MNISTBandit-bsuite" in shown
+    for line in (
+        "CartPole-v1  tuned", "MNISTBandit-bsuite", "Asterix-MinAtar  tuned on others of its suite",
+        "brax/ant  published settings", "craftax/Craftax-Symbolic-v1  published settings",
+        "playground/CheetahRun",
+    ):  # fmt: skip
+        assert line in shown
     assert run_main("--help") == 0
     assert "train" in capsys.readouterr().out
     assert run_main("--version") == 0

@@ -240,6 +240,17 @@ def test_report_command_where_a_plot_cannot_be_drawn_again(run_dirs, tmp_path, c
     assert capsys.readouterr().out.endswith("nothing was drawn\n")
 
 
+def test_report_command_without_matplotlib(run_dirs, tmp_path, monkeypatch, capsys):
+    path = str(shutil.copytree(run_dirs / "a", tmp_path / "a"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.report_command([path]) == 0
+    shown = capsys.readouterr().out
+    assert "not drawn again: import of matplotlib.figure halted" in shown
+    assert "gamma=0.99" in shown
+    assert cli.report_command([path, "--output", str(tmp_path / "c.png")]) == 2
+    assert capsys.readouterr().err.startswith("purejaxppo: error: import of matplotlib.figure")
+
+
 def test_report_command_of_what_is_no_run_directory(tmp_path, capsys):
     assert cli.report_command([str(tmp_path / "nothing")]) == 2
     shown = capsys.readouterr().err
