@@ -14,6 +14,8 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -31,15 +33,12 @@ ENVIRONMENTS = ("CartPole-v1", "Pendulum-v1")
 def count(env: str) -> dict[str, int]:
     """Of the program of a chunk: traced equations and random sites, and what XLA made of them.
 
-    `kernels` are fusions, products, sorts and library calls: what is launched, on an accelerator.
+    `kernels` are fusions, products, sorts and library calls. `writes` is of the program for a GPU: arrays
+    that its loops write a step at a time, each by a kernel.
     """
-    settings = load_settings(env)
-    config = dataclasses.replace(settings.config, num_envs=8, num_steps=16, torso_layers=(8, 8))
-    trainer = Trainer(make_setup(config), Plan(num_runs=1, num_devices=1, block=1))
-    hypers = trainer.shard(stack_hypers([settings.hyper]))
-    start = (trainer.shard(np.zeros(1, np.uint32)), hypers, ())
-    states = trainer.sharded_like(jax.eval_shape(trainer.init, *start))
-    traced = trainer.chunk.trace(states, hypers, (np.int32(1), np.float32(1)))
+    traced = _traced(env)
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+        lowered = _traced(env).lower(lowering_platforms=("cuda",)).as_text()
     equations = Counter(e.primitive.name for e, _ in each_equation(traced.jaxpr.jaxpr))
     text = traced.lower().compile().as_text()
     # name = shape opcode(...), where the shape may be a tuple.
@@ -52,7 +51,19 @@ def count(env: str) -> dict[str, int]:
         "kernels": sum(instructions[name] for name in kernels),
         "sorts": instructions["sort"],
         "loops": instructions["while"],
+        "writes": lowered.count("stablehlo.dynamic_update_slice"),
     }
+
+
+def _traced(env: str) -> Any:
+    """The program of a small training's chunk."""
+    settings = load_settings(env)
+    config = dataclasses.replace(settings.config, num_envs=8, num_steps=16, torso_layers=(8, 8))
+    trainer = Trainer(make_setup(config), Plan(num_runs=1, num_devices=1, block=1))
+    hypers = trainer.shard(stack_hypers([settings.hyper]))
+    start = (trainer.shard(np.zeros(1, np.uint32)), hypers, ())
+    states = trainer.sharded_like(jax.eval_shape(trainer.init, *start))
+    return trainer.chunk.trace(states, hypers, (np.int32(1), np.float32(1)))
 
 
 def grown(now: dict[str, int], before: dict[str, int]) -> list[str]:

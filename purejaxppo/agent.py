@@ -280,7 +280,7 @@ def adapted_rates(hyper: Hyper, opt_state: OptState) -> Hyper:
 
 
 def apply_gradients(
-    hyper: Hyper, params: Any, opt_state: OptState, grads: Any
+    hyper: Hyper, params: Any, opt_state: OptState, grads: Array
 ) -> tuple[Any, OptState, Array]:
     """One step of Adam on globally clipped gradients.
 
@@ -288,13 +288,15 @@ def apply_gradients(
     Adam treats every parameter by itself, so this is a second optimiser for those parameters.
     All of them are one vector meanwhile: a few kernels instead of a few for each layer.
 
+    Args:
+        grads: [P], from `as_vector`.
+
     Returns:
         Parameters, optimiser state, and [] the gradients' norm before clipping.
     """
-    flat_grads, unflatten = _as_vector(grads), ravel_pytree(params)[1]
     flat_updates: Any
-    flat_updates, adam = _adam(hyper).update(flat_grads, opt_state.adam)
-    updates = unflatten(flat_updates)
+    flat_updates, adam = _adam(hyper).update(grads, opt_state.adam)
+    updates = ravel_pytree(params)[1](flat_updates)
     critic_rate = hyper.critic_learning_rate
     if critic_rate is None:
         critic_rate = hyper.learning_rate
@@ -302,18 +304,20 @@ def apply_gradients(
     for name, branch in params.items():
         rate = critic_rate if name in ("value", "value_head") else hyper.learning_rate
         stepped[name] = jax.tree.map(lambda p, u, r=rate: p - r * u, branch, updates[name])
-    return stepped, opt_state.replace(adam=adam), optax.tree.norm(flat_grads)
+    return stepped, opt_state.replace(adam=adam), optax.tree.norm(grads)
 
 
 @jax.custom_batching.custom_vmap
-def _as_vector(tree: Any) -> Array:
-    """What `ravel_pytree` makes of a tree, but of one run, one leaf is written after the other.
+def as_vector(tree: Any) -> Array:
+    """What `ravel_pytree` makes of a tree, but of one run on a CPU, one leaf is written after the other.
 
     XLA on CPUs fuses a concatenation with what it is made of, and then reads masked beyond the end of
     small leaves. Now and then that takes a hundred times as long, it seems where no memory is mapped.
     What is written first becomes a fill of the whole vector, and is fused too: it is a kernel's gradient,
     a product, which stays by itself. The sum for log_std would be taken for every number of the vector.
     """
+    if jax.default_backend() != "cpu":
+        return ravel_pytree(tree)[0]
     leaves = jax.tree.leaves(tree)
     start = sum(leaf.size for leaf in leaves)
     vector = jnp.zeros(start)
@@ -323,7 +327,7 @@ def _as_vector(tree: Any) -> Array:
     return vector
 
 
-@_as_vector.def_vmap
+@as_vector.def_vmap
 def _as_vectors(size: int, in_batched: list[Any], tree: Any) -> tuple[Array, bool]:
     """Of several runs: there the concatenation is the fast one, by 1.7 times of a whole sweep."""
     axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])

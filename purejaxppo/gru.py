@@ -11,6 +11,7 @@ from jax import Array
 
 from purejaxppo.activations import tanh
 from purejaxppo.products import multiply
+from purejaxppo.scans import light_scan
 
 
 def step(inputs: Array, first: Array, carry: Array, kernel: Array, bias: Array) -> Array:
@@ -52,7 +53,7 @@ def _forward(
         after = _cell(inputs, recurrent, before)
         return after, (after, recurrent)
 
-    _, (memory, recurrent) = jax.lax.scan(forwards, carry, (inputs, first))
+    _, (memory, recurrent) = light_scan(forwards, carry, (inputs, first))
     before = _cleared(first, jnp.concatenate([carry[None], memory[:-1]]))
     return memory, _Unrolled(inputs, recurrent, before, first, kernel)
 
@@ -74,7 +75,7 @@ def _backward(of: _Unrolled, grad: Array) -> tuple[Array, None, Array, Array, Ar
         earlier = grad * to_before + multiply(_thrice(grad) * to_recurrent, transposed)
         return _cleared(first, earlier), grad
 
-    of_carry, grad = jax.lax.scan(
+    of_carry, grad = light_scan(
         backwards,
         jnp.zeros_like(grad[0]),
         (grad, (to_recurrent, to_before), of.first),

@@ -8,7 +8,6 @@ algorithms".
 from __future__ import annotations
 
 import chex
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -16,6 +15,7 @@ from jax import Array
 from purejaxppo.config import Hyper
 from purejaxppo.devices import mean_over_devices
 from purejaxppo.distributions import Distribution
+from purejaxppo.scans import light_scan
 from purejaxppo.types import PyTree, Scalar
 
 
@@ -86,7 +86,7 @@ def gae(
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    _, advantages = jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    _, advantages = light_scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
     return advantages
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -22,6 +21,7 @@ from purejaxppo.devices import num_shards, own_share
 from purejaxppo.distributions import noise_from_bits, num_outputs
 from purejaxppo.envs.base import VectorEnvironment, begins, finite_start
 from purejaxppo.losses import gae
+from purejaxppo.scans import vector_scan
 from purejaxppo.shuffles import BITS, permutations
 from purejaxppo.types import Episode, Final, PyTree, Rollout, TrainState, Transition
 
@@ -98,38 +98,12 @@ def rollout(setup: Setup, state: TrainState, draws: Draws) -> tuple[TrainState, 
         ),
     )
     act = functools.partial(_act, setup, state.params, state.obs_stats)
-    actor, (transitions, episodes) = _scan_rows(act, actor, steps)
+    actor, (transitions, episodes) = vector_scan(act, actor, steps, env.num_envs)
     env_state = env.end_rollout(actor.env_state)
     if not setup.agent.network.shared_torso:
         transitions = transitions.replace(value=values(setup, state, transitions))
     data = Rollout(transitions, episodes, state.carry, actor.final)
     return state.replace(env_state=env_state, first=actor.first, carry=actor.carry), data
-
-
-def _scan_rows(
-    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], carry: PyTree, steps: PyTree
-) -> tuple[PyTree, PyTree]:
-    """`jax.lax.scan`, between whose steps arrays of more than two dimensions are rows.
-
-    XLA for CPUs computes [N, 400] in vectors and [N, 10, 10, 4] number by number.
-    """
-    leaves, treedef = jax.tree.flatten(carry)
-
-    def shaped(rows: list[Array]) -> PyTree:
-        return treedef.unflatten(x.reshape(y.shape) for x, y in zip(rows, leaves, strict=True))
-
-    def as_rows(tree: PyTree) -> list[Array]:
-        return [
-            x.reshape(len(x), math.prod(x.shape[1:])) if x.ndim > 2 else x
-            for x in jax.tree.leaves(tree)
-        ]
-
-    def step_of_rows(rows: list[Array], inputs: PyTree) -> tuple[list[Array], PyTree]:
-        after, outputs = step(shaped(rows), inputs)
-        return as_rows(after), outputs
-
-    rows, outputs = jax.lax.scan(step_of_rows, as_rows(carry), steps)
-    return shaped(rows), outputs
 
 
 def _act(
@@ -160,7 +134,7 @@ def _act(
         action=action,
         noise=noise,
         log_prob=log_prob,
-        value=output.value,
+        value=output.value if agent.network.shared_torso else jnp.zeros(batch),  # or `values`
         reward=timestep.reward,
         terminated=timestep.terminated,
         truncated=timestep.truncated,

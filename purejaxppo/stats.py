@@ -12,6 +12,7 @@ from flax import struct
 from jax import Array
 
 from purejaxppo.devices import mean_over_devices, num_shards
+from purejaxppo.scans import light_scan
 from purejaxppo.types import Scalar
 
 # Of what `normalize` gives, here and in exported policies.
@@ -98,7 +99,7 @@ def update_return_stats(
         discounted = jnp.where(valid, gamma * trace + reward, trace)
         return jnp.where(ended, 0.0, discounted), discounted
 
-    trace, returns = jax.lax.scan(accumulate, stats.trace, (reward, ended, valid))
+    trace, returns = light_scan(accumulate, stats.trace, (reward, ended, valid))
     return ReturnStats(update_moments(stats.moments, returns, valid), trace)
 
 

@@ -134,7 +134,7 @@ class Trainer:
     ):
         self.setup, self.plan = setup, plan
         devices = np.array(jax.devices()[: plan.num_devices * plan.shards])
-        self._mesh = Mesh(devices.reshape(plan.num_devices, plan.shards), ("runs", AXIS))
+        self.mesh = Mesh(devices.reshape(plan.num_devices, plan.shards), ("runs", AXIS))
         self._by_run = PartitionSpec("runs")
         self._by_shard = PartitionSpec("runs", AXIS) if plan.shards > 1 else self._by_run
         self.init = self._map(functools.partial(_init, setup), self._by_run, quick=True)
@@ -146,12 +146,12 @@ class Trainer:
 
     def shard(self, runs: PyTree) -> PyTree:
         """Host arrays [num_runs, ...] as device arrays [padded, ...]."""
-        sharding = NamedSharding(self._mesh, self._by_run)
+        sharding = NamedSharding(self.mesh, self._by_run)
         return jax.tree.map(lambda x: _put(self._padded(x), sharding), runs)
 
     def sharded_like(self, shapes: PyTree) -> PyTree:
         """Shapes of the device arrays of a state, with the sharding that these have."""
-        sharding = NamedSharding(self._mesh, self._by_shard)
+        sharding = NamedSharding(self.mesh, self._by_shard)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
@@ -220,7 +220,7 @@ class Trainer:
         # Runs are independent: there is no replication between devices to be checked.
         sharded = jax.shard_map(
             blocks,
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=(state_spec, self._by_run, PartitionSpec()),
             out_specs=self._by_shard,
             check_vma=False,

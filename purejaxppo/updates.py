@@ -16,6 +16,7 @@ from purejaxppo.agent import (
     adapt_learning_rate,
     adapted_rates,
     apply_gradients,
+    as_vector,
 )
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import mean_over_devices
@@ -27,6 +28,7 @@ from purejaxppo.losses import (
     sample_weights,
 )
 from purejaxppo.rollouts import Setup, advantages, as_samples, num_microbatches, values
+from purejaxppo.scans import packed_scan
 from purejaxppo.types import PyTree, Rollout, Scalar, TrainState
 
 
@@ -60,18 +62,16 @@ def update(
     Args:
         advantage: [T, N].
         hyper: of this iteration, see `annealed`.
-        order: from `draw`.
+        order: [epochs, ...] from `draw`.
     """
     config, steps = setup.config, data.transitions
-    learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
-    minibatches = order.reshape(config.update_epochs * config.num_minibatches, -1)
-    if not config.recompute_advantages:
+    if config.recompute_advantages:
+        epoch = functools.partial(_epoch_anew, setup, state, data, hyper)
+    else:
         samples = _samples(config, data, advantage, advantage + steps.value)
-        step = functools.partial(_update_minibatch, setup, state, samples, hyper)
-        return jax.lax.scan(step, learner, minibatches)
-    epoch = functools.partial(_epoch, setup, state, data, hyper)
-    epochs = minibatches.reshape(config.update_epochs, config.num_minibatches, -1)
-    learner, metrics = jax.lax.scan(epoch, learner, epochs)
+        epoch = functools.partial(_epoch, setup, state, samples, hyper)
+    learner = Learner(state.params, state.opt_state, jnp.zeros((), bool))
+    learner, metrics = packed_scan(epoch, learner, order, (config.num_minibatches,))
     return learner, jax.tree.map(jnp.ravel, metrics)
 
 
@@ -95,15 +95,10 @@ def _samples(config: Config, data: Rollout, advantage: Array, target: Array) -> 
     return as_samples(config, samples).replace(carry=data.carry)
 
 
-def _epoch(
-    setup: Setup,
-    state: TrainState,
-    data: Rollout,
-    hyper: Hyper,
-    learner: Learner,
-    minibatches: Array,
+def _epoch_anew(
+    setup: Setup, state: TrainState, data: Rollout, hyper: Hyper, learner: Learner, order: Array
 ) -> tuple[Learner, UpdateMetrics]:
-    """One pass over the rollout [M, B], with advantages and targets by the values it begins with.
+    """An epoch with advantages and targets by the values it begins with.
 
     Andrychowicz et al. (2021), "What matters for on-policy deep actor-critic methods?", 3.5. Values
     are clipped around those of the rollout, as ratios are.
@@ -113,8 +108,28 @@ def _epoch(
     revalued = data.replace(transitions=data.transitions.replace(value=value))
     advantage = advantages(setup, now, revalued, hyper)
     samples = _samples(setup.config, data, advantage, advantage + value)
+    return _epoch(setup, state, samples, hyper, learner, order)
+
+
+def _epoch(
+    setup: Setup,
+    state: TrainState,
+    samples: Minibatch,
+    hyper: Hyper,
+    learner: Learner,
+    order: Array,
+) -> tuple[Learner, UpdateMetrics]:
+    """One pass over the samples, in an order [T * N], or of sequences [N]. Metrics are [minibatches].
+
+    Weights and advantages are made for all minibatches at once, and are those of each by itself.
+    """
+    index = order.reshape(setup.config.num_minibatches, -1)
+    advantage, valid = samples.advantage[index], samples.weight[index] > 0
+    weight = jax.vmap(sample_weights)(valid)
+    if setup.config.normalize_advantages == "minibatch":
+        advantage = jax.vmap(normalize_advantages)(advantage, weight)
     step = functools.partial(_update_minibatch, setup, state, samples, hyper)
-    return jax.lax.scan(step, learner, minibatches)
+    return packed_scan(step, learner, (index, advantage, weight))
 
 
 def _update_minibatch(
@@ -123,16 +138,15 @@ def _update_minibatch(
     samples: Minibatch,
     hyper: Hyper,
     learner: Learner,
-    index: Array,
+    picked: tuple[Array, Array, Array],
 ) -> tuple[Learner, UpdateMetrics]:
-    """One step of the optimiser, on those of the samples that index picks."""
-    config = setup.config
+    """One step of the optimiser, on the samples that are picked, with these advantages and weights."""
+    index, advantage, weight = picked
     batch = jax.tree.map(lambda x: x[index], samples)
-    batch = batch.replace(weight=sample_weights(batch.weight > 0))
-    if config.normalize_advantages == "minibatch":
-        batch = batch.replace(advantage=normalize_advantages(batch.advantage, batch.weight))
+    batch = batch.replace(advantage=advantage, weight=weight)
     gradients = functools.partial(_gradients, setup, state, learner.params, hyper)
-    grads, losses = mean_over_devices(mean_over_parts(gradients, batch, num_microbatches(setup)))
+    grads, losses = mean_over_parts(gradients, batch, num_microbatches(setup))
+    grads, losses = mean_over_devices((as_vector(grads), losses))
     opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
     adapted = adapted_rates(hyper, opt_state)
     params, opt_state, norm = apply_gradients(adapted, learner.params, opt_state, grads)

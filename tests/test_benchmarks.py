@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import brax_ppo, budget, compare, external, learning, optima, scaling, throughput
+from benchmarks import (
+    accelerators,
+    brax_ppo,
+    budget,
+    compare,
+    external,
+    learning,
+    optima,
+    scaling,
+    throughput,
+)
 from benchmarks.targets import SUITES, Target
 from purejaxppo import cli, envs
 from purejaxppo.envs import load_settings
@@ -117,6 +127,36 @@ def test_what_is_compiled_has_not_grown(env):
         pytest.skip("there are no counts for this version of JAX")
     assert before["random_sites"] > 0
     assert budget.grown(budget.count(env), before) == []
+
+
+def test_kernels_are_counted_in_loops():
+    """Of a program as XLA prints it: whatever computes is one, as often as its loops go round."""
+    text = """HloModule program
+inner.1 (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %copy.1 = f32[4]{0} copy(%p)
+  ROOT %add = s32[] fusion(%copy.1), kind=kLoop, calls=%fused_add
+}
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %w = (s32[], f32[4]{0}) while(%p), condition=%c, body=%inner.1, backend_config={"known_trip_count":{"n":"8"}}
+  %u = (s32[], f32[4]{0}) while(%w), condition=%c, body=%inner.1
+  %all-reduce-start = f32[4]{0} all-reduce-start(%u), to_apply=%sum
+  %all-reduce-done = f32[4]{0} all-reduce-done(%all-reduce-start)
+}
+
+ENTRY %main.5 (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %conv = (f32[4]{0}, u8[0]{0}) custom-call(%p), custom_call_target="__cudnn$convForward"
+  ROOT %w = (s32[], f32[4]{0}) while(%conv), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+    whole = accelerators.read_loops(text)
+    (body,) = whole.loops
+    assert (body.times, body.kernels) == (3, 1)
+    assert [loop.times for loop in body.loops] == [8, None]
+    assert body.launched == 1 + 8 * 2 + 2
+    assert whole.launched == 1 + 3 * body.launched
 
 
 def test_a_tenth_is_allowed():

@@ -16,10 +16,10 @@ from test_shuffles import permutations
 from purejaxppo import ppo, rollouts, updates
 from purejaxppo.agent import (
     OptState,
-    _as_vector,
     adapt_learning_rate,
     adapted_rates,
     apply_gradients,
+    as_vector,
     init_optimizer,
 )
 from purejaxppo.config import Config, Hyper
@@ -237,12 +237,12 @@ def test_actor_and_critic_have_their_own_learning_rates():
     assert adapted_rates(hyper, opt_state) == hyper
     for seed in (1, 2, 3):
         grads = branches(seed)
-        params, opt_state, _ = apply_gradients(half, params, opt_state, grads)
+        params, opt_state, _ = apply_gradients(half, params, opt_state, as_vector(grads))
         updates, reference_state = reference.update(grads, reference_state)
         expected = optax.apply_updates(expected, updates)
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-7)
     tiny = hyper.replace(critic_learning_rate=1e-12)
-    still, *_ = apply_gradients(tiny, params, opt_state, branches(4))
+    still, *_ = apply_gradients(tiny, params, opt_state, as_vector(branches(4)))
     moved = {
         n: float(jnp.max(jnp.abs(still[n]["kernel"] - p["kernel"]))) for n, p in params.items()
     }
@@ -257,7 +257,8 @@ def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
     params, grads = branches(0), branches(1)
     grads["policy"] = jax.tree.map(lambda g: 10 * g, grads["policy"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
-    stepped, *_, reported = apply_gradients(hyper, params, init_optimizer(hyper, params), grads)
+    opt_state = init_optimizer(hyper, params)
+    stepped, *_, reported = apply_gradients(hyper, params, opt_state, as_vector(grads))
     np.testing.assert_allclose(reported, norm, rtol=1e-6)
     for name, grad in grads.items():
         clipped = grad["kernel"] * min(1.0, max_grad_norm / norm)
@@ -271,12 +272,12 @@ def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
     assert draws.order.shape == (3, 8)
     state, data = rollouts.rollout(setup, state, draws)
 
-    def record(setup, state, samples, hyper, learner, index):
-        return learner, (samples.obs[index], index)
+    def record(setup, state, samples, hyper, learner, picked):
+        return learner, (samples.obs[picked[0]], picked[0])
 
     monkeypatch.setattr(updates, "_update_minibatch", record)
-    _, picked = updates.update(setup, state, data, data.transitions.value, hyper, draws.order)
-    assert picked[0].shape == (3 * 2, 4, 8, 2)  # 4 environments with T = 8 steps each
+    _, flat = updates.update(setup, state, data, data.transitions.value, hyper, draws.order)
+    picked = flat[0].reshape(3 * 2, 4, 8, 2), flat[1].reshape(3 * 2, 4)
     for obs, index in zip(*picked, strict=True):
         wanted = jnp.swapaxes(data.transitions.obs, 0, 1)[index]
         np.testing.assert_array_equal(obs, wanted)
@@ -315,8 +316,8 @@ def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):
 
 def test_a_vector_of_leaves_is_the_same_of_one_run_and_of_several():
     own, shared = jnp.arange(12.0).reshape(2, 2, 3), jnp.array([7.0, 8.0])
-    vectors = jax.vmap(_as_vector, ({"own": 0, "shared": None},))({"own": own, "shared": shared})
+    vectors = jax.vmap(as_vector, ({"own": 0, "shared": None},))({"own": own, "shared": shared})
     for run in range(2):
-        alone = _as_vector({"own": own[run], "shared": shared})
+        alone = as_vector({"own": own[run], "shared": shared})
         np.testing.assert_array_equal(alone, [*own[run].ravel(), 7.0, 8.0])
         np.testing.assert_array_equal(vectors[run], alone)

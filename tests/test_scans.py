@@ -1,0 +1,120 @@
+"""Scans of accelerators, which are to compute what `jax.lax.scan` does, from fewer arrays."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from iterations import iterate, setup_and_state
+
+from purejaxppo import envs, scans
+from purejaxppo.train import make_setup
+
+N = 5
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """As if there were one, whose branches a CPU can take as well."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def start():
+    """What a rollout may carry: of each environment numbers of all kinds, and arrays."""
+    keys = jax.random.split(jax.random.key(0), N)
+    return {
+        "key": keys,
+        "flag": jnp.arange(N) % 2 == 0,
+        "count": jnp.arange(N) - 2,
+        "bits": jax.random.bits(keys[0], (N,)),
+        "real": jnp.array([0.5, -0.0, jnp.nan, jnp.inf, 1e-40]),
+        "byte": jnp.arange(N, dtype=jnp.uint8),
+        "image": jnp.arange(N * 6, dtype=jnp.float32).reshape(N, 2, 3),
+        "index": jnp.int32(0),
+        "nothing": None,
+    }
+
+
+def step(carry, x):
+    after = carry | {
+        "flag": ~carry["flag"],
+        "count": carry["count"] + carry["flag"],
+        "bits": carry["bits"] ^ 7,
+        "real": jnp.where(carry["flag"], carry["real"], carry["real"] + x),
+        "image": carry["image"] + x[:, None, None],
+        "index": carry["index"] + 1,
+    }
+    return after, (carry, x > 0, carry["image"].sum((1, 2)))
+
+
+INPUTS = np.random.default_rng(0).normal(size=(40, N)).astype(np.float32)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize(
+    "scan",
+    [
+        scans.light_scan,
+        lambda *given: scans.packed_scan(*given, shape=(N,)),
+        scans.packed_scan,
+        lambda *given: scans.vector_scan(*given, size=N),
+    ],
+)
+def test_scans_give_what_that_of_jax_does(scan):
+    """Bit for bit, types too."""
+    expected = jax.lax.scan(step, start(), INPUTS)
+    found = scan(step, start(), INPUTS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = map(jax.random.key_data, (a, b))
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_another_type_is_no_carry():
+    """Which packed would be read as it never was."""
+
+    def changes(carry, x):
+        after, outputs = step(carry, x)
+        return after | {"count": after["count"].astype("float32")}, outputs
+
+    with pytest.raises(AssertionError, match="float32"):
+        scans.vector_scan(changes, start(), INPUTS, N)
+
+
+def arrays(scan):
+    """How many the loop carries, of those that change, and puts out."""
+    (loop,) = (e for e in jax.make_jaxpr(scan)().eqns if e.primitive.name == "scan")
+    carried = loop.params["num_carry"]
+    return carried, len(loop.outvars) - carried
+
+
+def test_cpus_keep_arrays_apart():
+    assert arrays(lambda: scans.vector_scan(step, start(), INPUTS, N)) == (6, 10)
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_numbers_of_environments_are_one_array():
+    """Beside it the image and the index, and of the outputs the keys and bytes."""
+    assert arrays(lambda: jax.lax.scan(step, start(), INPUTS)) == (6, 10)
+    assert arrays(lambda: scans.vector_scan(step, start(), INPUTS, N)) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("env", "options"),
+    [
+        ("MountainCarContinuous-v0", {"normalize_rewards": True}),
+        ("Breakout-MinAtar", {}),
+        ("CartPole-v1", {"gru_units": 4}),
+    ],
+)
+def test_an_iteration_as_on_an_accelerator(env, options, monkeypatch):
+    """All its branches at once: what is learned differs by rounding."""
+    setup, state, hyper = setup_and_state(envs.make(env), **options)
+    expected = iterate(setup, state, hyper, 10.0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    again = make_setup(setup.config, envs.make(env))  # or the program before is found again
+    found = iterate(again, state, hyper, 10.0)
+    chex.assert_trees_all_close(found[1], expected[1], rtol=2e-3, atol=1e-5)
+    chex.assert_trees_all_close(found[0].params, expected[0].params, rtol=0, atol=2e-4)
