@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.shared import save
+from benchmarks.shared import load, save
 from purejaxppo import envs
 from purejaxppo.envs import load_settings
 from purejaxppo.plan import make_plan
@@ -156,7 +156,7 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     ):
         setup = make_setup(share, env)
         plan = make_plan(setup, work.runs, shard_environments=work.shard_environments)
-        evaluation = envs.vectorize(config, env, settings.run.eval_episodes)
+        evaluation = envs.vectorize(config, env, settings.run.eval_episodes // shards)
         trainer = Trainer(setup, plan, evaluation, settings.run.eval_sampled)
         by_run = NamedSharding(trainer.mesh, PartitionSpec("runs"))
         seeds, hypers = jax.tree.map(
@@ -236,12 +236,14 @@ def main() -> None:
     parser.add_argument("--for", action="append", choices=_BACKENDS, dest="platforms")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    results = []
+    known = {(r["work"], r["platform"]): r for r in load("accelerators", [])}
     for platform in given.platforms or _BACKENDS:
         there = devices(platform)
         for work in WORKS:
-            results.append(measure(work, platform, there))
-            print(results[-1], flush=True)
+            known[str(work), platform] = measure(work, platform, there)
+            print(known[str(work), platform], flush=True)
+    rows = [(str(work), platform) for platform in _BACKENDS for work in WORKS]
+    results = [known[row] for row in rows if row in known]
     save("accelerators", results, table(results))
 
 
