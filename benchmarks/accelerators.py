@@ -48,8 +48,16 @@ _BACKENDS = {"cuda": "gpu", "tpu": "tpu"}
 # Instructions that launch nothing.
 _FREE = {
     "parameter", "tuple", "get-tuple-element", "constant", "bitcast", "after-all", "partition-id",
-    "while", "call", "conditional", "async-start", "async-done", "async-update", "all-reduce-done",
+    "while", "call", "conditional", "async-start", "async-done", "async-update", "all-reduce-done", "copy-done",
+    "all-gather-done", "collective-permute-done",
 }  # fmt: skip
+# Instructions that others are inside of, and where their names are.
+_CALLING = {
+    "while": "body",
+    "call": "to_apply",
+    "conditional": "(?:branch_computations|true_computation|false_computation)",
+    "async-start": "calls",
+}
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,9 @@ def read_loops(text: str) -> Loop:
         inside = [
             read(called, _times(line) if op == "while" else 1)
             for op, line in body
-            if op in ("while", "call")
-            for called in re.findall(r"(?:body|to_apply)=%?([\w.-]+)", line)
+            if op in _CALLING
+            for names in re.findall(_CALLING[op] + r"=(\{.*?\}|[^\s,]+)", line)
+            for called in re.findall(r"[\w.-]+", names)
         ]
         return Loop(times, sum(op not in _FREE for op, _ in body), tuple(inside))
 
@@ -214,7 +223,7 @@ def table(results: list[dict[str, Any]]) -> str:
         "",
         "Made by `python -m benchmarks.accelerators`, on a machine without any: with XLA's compilers for an H100 "
         f"(sm_90) and a TPU v5e, jax {jax.__version__}. None of it has run. Settings are the shipped ones but for what "
-        "is said. Kernels are what is launched: in a step of all environments of all runs, for a minibatch of each "
+        "is said. Kernels are what is launched, before any are grouped into CUDA graphs: in a step of all environments of all runs, for a minibatch of each "
         "of them, and in a whole iteration. Memory is a device's, of the largest program's arguments, results and all between.",
         "",
         "| training | for | kernels a step | a minibatch | an iteration | memory |",

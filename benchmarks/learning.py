@@ -201,7 +201,8 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
         f"from {FIRST_SEED} on, mean return of {'sampled' if sampled else 'deterministic'} evaluation "
         "episodes (128 where not said otherwise). The interval is a 95% bootstrap interval of the "
         f"mean over seeds. Random and untrained: mean, and 99th percentile, over {RANDOM_POLICIES} "
-        "policies measured the same way, of uniform actions and of networks before training.",
+        "policies measured the same way, of uniform actions and of networks before training; those are not "
+        "measured where they are outside of the program or large.",
         "",
         f"{made}.",
         "",
@@ -277,7 +278,7 @@ def main() -> int:
         elif not arguments.random_only:
             known[name] = {"env": name} | train(name, target, arguments.seeds, FIRST_SEED)
             store()  # already, as random policies may take longer
-        if not arguments.more:
+        if "random" not in known[name] or arguments.random_only:
             args = known[name]["env_args"]
             known[name] |= random_returns(name, args, target.untrained)
         store()

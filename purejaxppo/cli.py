@@ -120,7 +120,7 @@ def envs_command(arguments: list[str]) -> int:
 
 
 def _origin(env: str) -> str:
-    """Where the settings of an environment are from, as the first word of their file says."""
+    """Where the settings of an environment are from, its own or those of its suite."""
     own, common = shipped_config(env), suite_defaults(env)
     path = own or common
     said = path.read_text() if path is not None else ""
@@ -128,7 +128,7 @@ def _origin(env: str) -> str:
         return "published settings"
     if own is not None:
         return "tuned"
-    return "tuned on others of its suite" if said.startswith("# Tuned") else ""
+    return "tuned for its suite" if said.startswith("# Tuned") else ""
 
 
 @guarded

@@ -134,7 +134,7 @@ def _act(
         action=action,
         noise=noise,
         log_prob=log_prob,
-        value=output.value if agent.network.shared_torso else jnp.zeros(batch),  # or `values`
+        value=output.value if agent.network.shared_torso else jnp.zeros(batch),  # see `values`
         reward=timestep.reward,
         terminated=timestep.terminated,
         truncated=timestep.truncated,

@@ -1,6 +1,6 @@
 """`jax.lax.scan` in fewer kernels: an accelerator launches a small one for longer than it computes it.
 
-On CPUs, where a kernel costs little, all is as `jax.lax.scan` has it: XLA would compute more than once what is
+On CPUs, where a kernel costs little, nothing is packed or unrolled: XLA would compute more than once what is
 packed and read again.
 """
 
@@ -35,22 +35,23 @@ def packed_scan(step: Step, carry: PyTree, inputs: PyTree, shape: tuple[int, ...
 
     Those that nobody reads are computed all the same.
     """
-    unpack: list[Unpack] = []
+    unpacks: list[Unpack] = []  # as known once step has been traced
 
     def packed_step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         carry, outputs = step(carry, x)
-        packed, *unpack[:] = _pack(outputs, shape)
+        packed, unpack = _pack(outputs, shape)
+        unpacks.append(unpack)
         return carry, packed
 
     carry, (words, others) = jax.lax.scan(packed_step, carry, inputs)
-    return carry, unpack[0]((jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), words), others))
+    return carry, unpacks[-1]((jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), words), others))
 
 
 def vector_scan(step: Step, carry: PyTree, inputs: PyTree, size: int) -> Any:
     """Over steps of N environments: what is [N] is one array in the outputs, and between the steps.
 
-    There arrays of more than two dimensions are rows, on all devices: XLA for CPUs computes [N, 400] in
-    vectors and [N, 10, 10, 4] number by number.
+    Between steps arrays of more than two dimensions are rows, on all devices: XLA for CPUs computes [N, 400]
+    in vectors and [N, 10, 10, 4] number by number.
 
     Args:
         size: N.
@@ -81,8 +82,8 @@ def vector_scan(step: Step, carry: PyTree, inputs: PyTree, size: int) -> Any:
 def _pack(tree: PyTree, shape: tuple[int, ...]) -> tuple[PyTree, Unpack]:
     """([K, *shape] of a tree's leaves with this shape, the others), and what makes the tree of that again."""
     leaves, treedef = jax.tree.flatten(tree)
-    words = () if jax.default_backend() == "cpu" else _WORDS
-    dtypes = [x.dtype if x.shape == shape and str(x.dtype) in words else None for x in leaves]
+    kinds = () if jax.default_backend() == "cpu" else _WORDS
+    dtypes = [x.dtype if x.shape == shape and str(x.dtype) in kinds else None for x in leaves]
     pairs = list(zip(leaves, dtypes, strict=True))
     small = [_as_word(x) for x, dtype in pairs if dtype is not None]
 

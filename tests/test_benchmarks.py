@@ -104,6 +104,23 @@ def test_random_policies_are_measured():
         assert -1 < mean < percentile < 1
 
 
+def test_what_is_not_measured_yet_is_no_row():
+    result = {
+        "env": "Catch-bsuite",
+        "env_args": {},
+        "steps": 100,
+        "eval_episodes": 128,
+        "returns": [1.0, 0.5],
+        "versions": {"jax": "1", "gymnax": "2", "purejaxppo": "3"},
+        "device": "a CPU",
+    }
+    complete = result | {"env": "CartPole-v1", "random": [20.0, 24.0]}
+    text = learning.table("gymnax", [result, complete])
+    assert "| CartPole-v1 |" in text
+    assert "Catch" not in text
+    assert learning.table("gymnax", [result]).endswith("|---|\n")
+
+
 def test_curves_are_of_whole_episodes():
     rows = [
         {"run": run, "env_steps": steps, "episodes": count, "episode_return": value}
@@ -138,9 +155,18 @@ inner.1 (p: (s32[], f32[4])) -> (s32[], f32[4]) {
   ROOT %add = s32[] fusion(%copy.1), kind=kLoop, calls=%fused_add
 }
 
+%yes (p: f32[4]) -> f32[4] {
+  ROOT %copy.2 = f32[4]{0} copy(%p)
+}
+
+%no.1 (p: f32[4]) -> f32[4] {
+  ROOT %p = f32[4]{0} parameter(0)
+}
+
 %body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
   %w = (s32[], f32[4]{0}) while(%p), condition=%c, body=%inner.1, backend_config={"known_trip_count":{"n":"8"}}
   %u = (s32[], f32[4]{0}) while(%w), condition=%c, body=%inner.1
+  %if = f32[4]{0} conditional(%u), branch_computations={%yes, %no.1}
   %all-reduce-start = f32[4]{0} all-reduce-start(%u), to_apply=%sum
   %all-reduce-done = f32[4]{0} all-reduce-done(%all-reduce-start)
 }
@@ -154,8 +180,8 @@ ENTRY %main.5 (p: f32[4]) -> f32[4] {
     whole = accelerators.read_loops(text)
     (body,) = whole.loops
     assert (body.times, body.kernels) == (3, 1)
-    assert [loop.times for loop in body.loops] == [8, None]
-    assert body.launched == 1 + 8 * 2 + 2
+    assert [loop.times for loop in body.loops] == [8, None, 1, 1]
+    assert body.launched == 1 + 8 * 2 + 2 + 1
     assert whole.launched == 1 + 3 * body.launched
 
 

@@ -606,7 +606,7 @@ def test_console_script(capsys):
     assert run_main("envs") == 0
     shown = capsys.readouterr().out.split("\n")
     for line in (
-        "CartPole-v1  tuned", "MNISTBandit-bsuite", "Asterix-MinAtar  tuned on others of its suite",
+        "CartPole-v1  tuned", "MNISTBandit-bsuite", "Asterix-MinAtar  tuned for its suite",
         "brax/ant  published settings", "craftax/Craftax-Symbolic-v1  published settings",
         "playground/CheetahRun",
     ):  # fmt: skip

@@ -101,6 +101,18 @@ def test_dividing_environments_changes_rounding_only(alone, divided):
         )
 
 
+def test_accelerators_divide_environments_alike(monkeypatch):
+    """With their branches, which a CPU can take too."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    learned, metrics, episodes = train(shards=2)
+    expected, expected_metrics, expected_episodes = train(shards=1)
+    chex.assert_trees_all_close(own(learned, 0), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(episodes.score.reshape(1, -1), expected_episodes.score, rtol=1e-4)
+    for name in ("approx_kl", "grad_norm", "value_loss"):
+        found, wanted = getattr(metrics, name)[:, 0, :2], getattr(expected_metrics, name)[:, :2]
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-6)
+
+
 def test_a_memory_is_divided_with_its_environments():
     config = dataclasses.replace(CONFIG, gru_units=4)
     learned, _, episodes = train(2, config)

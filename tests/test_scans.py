@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from iterations import iterate, setup_and_state
+from iterations import jit, setup_and_state
 
-from purejaxppo import envs, scans
+from purejaxppo import envs, ppo, scans
+from purejaxppo.config import Hyper
 from purejaxppo.train import make_setup
 
 N = 5
@@ -52,18 +53,19 @@ INPUTS = np.random.default_rng(0).normal(size=(40, N)).astype(np.float32)
 
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize(
-    "scan",
+    ("scan", "options", "as_jax"),
     [
-        scans.light_scan,
-        lambda *given: scans.packed_scan(*given, shape=(N,)),
-        scans.packed_scan,
-        lambda *given: scans.vector_scan(*given, size=N),
+        (scans.light_scan, {}, {}),
+        (scans.light_scan, {"reverse": True}, {"reverse": True}),
+        (scans.packed_scan, {}, {}),
+        (scans.packed_scan, {"shape": (N,)}, {}),
+        (scans.vector_scan, {"size": N}, {}),
     ],
 )
-def test_scans_give_what_that_of_jax_does(scan):
+def test_scans_give_what_that_of_jax_does(scan, options, as_jax):
     """Bit for bit, types too."""
-    expected = jax.lax.scan(step, start(), INPUTS)
-    found = scan(step, start(), INPUTS)
+    expected = jax.lax.scan(step, start(), INPUTS, **as_jax)
+    found = scan(step, start(), INPUTS, **options)
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -103,17 +105,27 @@ def test_numbers_of_environments_are_one_array():
 @pytest.mark.parametrize(
     ("env", "options"),
     [
-        ("MountainCarContinuous-v0", {"normalize_rewards": True}),
+        ("MountainCarContinuous-v0", {"normalize_rewards": True, "recompute_advantages": True}),
         ("Breakout-MinAtar", {}),
-        ("CartPole-v1", {"gru_units": 4}),
+        ("CartPole-v1", {"gru_units": 4, "num_steps": 40}),
     ],
 )
-def test_an_iteration_as_on_an_accelerator(env, options, monkeypatch):
-    """All its branches at once: what is learned differs by rounding."""
-    setup, state, hyper = setup_and_state(envs.make(env), **options)
-    expected = iterate(setup, state, hyper, 10.0)
+def test_iterations_as_on_an_accelerator(env, options, monkeypatch):
+    """All its branches at once, of two runs side by side: what is learned differs by rounding."""
+    setup, state, hyper = setup_and_state(envs.make(env), Hyper(target_kl=0.05), **options)
+    state, hyper = jax.tree.map(lambda x: jnp.stack([x, x]), (state, hyper))
+    runs = state, hyper.replace(learning_rate=hyper.learning_rate * jnp.array([1.0, 2.0]))
+
+    def both(setup):
+        def iterations(state, hyper):
+            return jax.vmap(lambda *run: ppo.iterate(setup, *run, 10.0))(state, hyper)
+
+        traced = jit(iterations).trace(*runs)
+        return traced.lower().compile()(*runs), str(traced.jaxpr)
+
+    expected, on_cpu = both(setup)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    again = make_setup(setup.config, envs.make(env))  # or the program before is found again
-    found = iterate(again, state, hyper, 10.0)
+    found, on_gpu = both(make_setup(setup.config, envs.make(env)))
+    assert on_gpu != on_cpu
     chex.assert_trees_all_close(found[1], expected[1], rtol=2e-3, atol=1e-5)
     chex.assert_trees_all_close(found[0].params, expected[0].params, rtol=0, atol=2e-4)

@@ -144,9 +144,10 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     with eval_context():  # what is computed here is known, within `jit` too
         if not isinstance(entry, str):
             return custom.make(name, entry, arguments)
-        with explained(name, arguments):
+        changed = arguments.keys() - {"backend"}  # from what is shipped, and may not work
+        with explained(name, changed):
             env = importlib.import_module(entry).make(name, arguments)
-            whole = arguments and not is_external(env)  # which may have made it something else
+            whole = changed and not is_external(env)
             (check_environment if whole else check_described)(name, env)
             return env
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ def check_environment(name: str, env: Environment) -> None:
 
 
 @contextlib.contextmanager
-def explained(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+def explained(name: str, arguments: Collection[str]) -> Iterator[None]:
     """Has ConfigError say in one line why an environment cannot be made with these arguments."""
     try:
         yield
