@@ -14,7 +14,9 @@ import argparse
 import dataclasses
 import os
 import re
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks import peers
 from benchmarks.shared import load, save
 from purejaxppo import envs
 from purejaxppo.envs import load_settings
@@ -69,6 +72,7 @@ class Work:
     num_envs: int | None = None
     devices: int = 1
     shard_environments: bool = False
+    as_rejax: bool = False
 
     def __str__(self) -> str:
         parts = [
@@ -77,6 +81,7 @@ class Work:
         ]
         parts += [f"{self.num_envs} environments"] * (self.num_envs is not None)
         parts += ["environments divided"] * self.shard_environments
+        parts += ["as rejax"] * self.as_rejax
         return ", ".join([self.env, *filter(None, parts)])
 
 
@@ -88,7 +93,14 @@ WORKS = (
     Work("Breakout-MinAtar", runs=256),
     Work("MemoryChain-bsuite", runs=64),
     Work("brax/ant", num_envs=4096),
+    Work("CartPole-v1", runs=2048, num_envs=4, as_rejax=True),
+    Work("Breakout-MinAtar", runs=256, num_envs=64, as_rejax=True),
 )
+# What rejax has, and the same of ours.
+_AS_REJAX = {
+    "num_steps": 128, "update_epochs": 4, "num_minibatches": 4, "cnn_layers": (), "torso_layers": (64, 64),
+    "shared_torso": False, "activation": "tanh", "normalize_observations": False, "normalize_rewards": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,6 +167,8 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     config = settings.config
     if work.num_envs:
         config = dataclasses.replace(config, num_envs=work.num_envs)
+    if work.as_rejax:
+        config = dataclasses.replace(config, **_AS_REJAX)
     env = envs.make(config.env, config.env_options)
     shards = work.devices if work.shard_environments else 1
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
@@ -209,6 +223,23 @@ def measure(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     }
 
 
+def measure_rejax(work: Work, directory: Path) -> dict[str, Any]:
+    """What rejax's program of the same training says, for an H100."""
+    size = {"num_envs": work.num_envs, "num_steps": _AS_REJAX["num_steps"], "num_runs": work.runs}
+    task = {"env": work.env, "iterations": 100, "target": _H100} | size
+    command = peers.command(directory, "rejax", task)
+    on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=on_cpu)
+    memory, _, program = done.stdout.partition("\n")
+    (iteration,) = read_loops(program).loops
+    return {
+        "work": f"{work}: rejax",
+        "platform": "cuda",
+        "bytes": int(memory),
+        "iteration": iteration.launched,
+    }
+
+
 def _bytes(program: Any) -> int:
     memory = program.memory_analysis()
     size = memory.temp_size_in_bytes + memory.argument_size_in_bytes
@@ -224,7 +255,8 @@ def table(results: list[dict[str, Any]]) -> str:
         "Made by `python -m benchmarks.accelerators`, on a machine without any: with XLA's compilers for an H100 "
         f"(sm_90) and a TPU v5e, jax {jax.__version__}. None of it has run. Settings are the shipped ones but for what "
         "is said. Kernels are what is launched, before any are grouped into CUDA graphs: in a step of all environments of all runs, for a minibatch of each "
-        "of them, and in a whole iteration. Memory is a device's, of the largest program's arguments, results and all between.",
+        "of them, and in a whole iteration. As rejax: rollouts of 128 steps, 4 epochs of 4 minibatches, two networks of "
+        "2 x 64 tanh units; beside rejax's own program. Memory is a device's, of the largest program's arguments, results and all between.",
         "",
         "| training | for | kernels a step | a minibatch | an iteration | memory |",
         "|---|---|---|---|---|---|",
@@ -243,15 +275,21 @@ def main() -> None:
     """Compiles for the devices asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--for", action="append", choices=_BACKENDS, dest="platforms")
+    help_ = "also compiles rejax's, of `python -m benchmarks.peers DIRECTORY`, which needs the same packages"
+    parser.add_argument("--peers", type=Path, metavar="DIRECTORY", help=help_)
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     known = {(r["work"], r["platform"]): r for r in load("accelerators", [])}
     for platform in given.platforms or _BACKENDS:
         there = devices(platform)
         for work in WORKS:
-            known[str(work), platform] = measure(work, platform, there)
-            print(known[str(work), platform], flush=True)
-    rows = [(str(work), platform) for platform in _BACKENDS for work in WORKS]
+            measured = [measure(work, platform, there)]
+            if given.peers and work.as_rejax and platform == "cuda":
+                measured.append(measure_rejax(work, given.peers))
+            known |= {(r["work"], r["platform"]): r for r in measured}
+            print(*measured, sep="\n", flush=True)
+    names = [name for work in WORKS for name in (str(work), f"{work}: rejax")]
+    rows = [(name, platform) for platform in _BACKENDS for name in names]
     results = [known[row] for row in rows if row in known]
     save("accelerators", results, table(results))
 
