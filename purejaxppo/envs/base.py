@@ -107,7 +107,7 @@ class VectorState(struct.PyTreeNode):
     score: Array  # [N] float32, of the episode so far
     length: Array  # [N] int32, steps of the episode so far: the clock
     pool: Starts | None  # where ended episodes start again, in a rollout
-    pool_index: Array  # [] int32, the pool's entry for the step that comes next
+    pool_index: Array  # [] int32, which step of the rollout comes next: it has entry pool_index % P
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,8 +209,9 @@ class Vectorized:
             start = self._draw(key_reset)
         elif state.pool is not None:
             pick = jax.lax.dynamic_index_in_dim
-            start = jax.tree.map(lambda x: pick(x, pool_index, keepdims=False), state.pool)
-            pool_index = (pool_index + 1) % self.pool_size
+            index = pool_index % self.pool_size
+            start = jax.tree.map(lambda x: pick(x, index, keepdims=False), state.pool)
+            pool_index = pool_index + 1
         after = VectorState(
             env=_select(ended, start.state, env),
             obs=_select(ended, _finite_or_zeros(start.obs), timestep.obs),
