@@ -252,7 +252,7 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Programs compiled for accelerators",
         "",
-        "Made by `python -m benchmarks.accelerators`, on a machine without any: with XLA's compilers for an H100 "
+        "Made by `python -m benchmarks.accelerators --peers DIRECTORY`, on a machine without any: with XLA's compilers for an H100 "
         f"(sm_90) and a TPU v5e, jax {jax.__version__}. None of it has run. Settings are the shipped ones but for what "
         "is said. Kernels are what is launched, before any are grouped into CUDA graphs: in a step of all environments of all runs, for a minibatch of each "
         "of them, and in a whole iteration. As rejax: rollouts of 128 steps, 4 epochs of 4 minibatches, two networks of "

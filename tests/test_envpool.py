@@ -232,6 +232,7 @@ def test_a_truncation_is_valued_by_what_is_acted_on_in_vain():
     [
         ("envpool/Pomg-v5", {}, "EnvPool has no 'Pomg-v5'; did you mean Pong-v5"),
         ("envpool/Pong-v5", {"frame_skip": "x"}, "--env-args frame_skip=x: must be a number"),
+        ("envpool/Pong-v5", {"frame_skip": 2.5}, "incompatible constructor arguments.$"),
         ("envpool/Pong-v5", {"frameskip": 4}, "no argument 'frameskip'; did you mean frame_skip"),
         ("envpool/Pong-v5", {"num_envs": 4}, "no argument 'num_envs'"),
         ("envpool/MiniGrid-Unlock-v0", {}, "MiniGrid-Unlock-v0: spaces of the kind Dict"),

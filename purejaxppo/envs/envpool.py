@@ -56,7 +56,8 @@ def _telling(name: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+        reason, *_ = " ".join(str(error).split()).split(" The following argument types")
+        raise ConfigError(f"{name}: {reason}") from None
 
 
 class PoolState(struct.PyTreeNode):
