@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import shared
 from benchmarks.shared import load, save, trained
 from purejaxppo.sweep import bootstrap_interval
 
@@ -56,6 +57,7 @@ class Task:
     value_layers: tuple[int, ...] = (64, 64)
     recompute_advantages: bool = False  # of ours, for every epoch; Brax does for every minibatch
     evaluations: int = 5
+    accelerator: bool = False  # only where there is one
     label: str = ""
 
     @property
@@ -132,6 +134,11 @@ TASKS = [
     Task(
         "walker2d", 1_000_000, gamma=0.99, reward_scale=0.1, ent_coef=1e-3, label="large batches"
     ),
+    Task(
+        "ant", 10_000_000, gamma=0.97, reward_scale=10.0, ent_coef=0.01, num_envs=4096, unroll_length=5, recompute_advantages=True,
+        batch_size=2048, policy_layers=(32, 32, 32, 32), value_layers=(256, 256, 256, 256, 256),
+        accelerator=True, label="4096 environments",
+    ),
 ]  # fmt: skip
 
 
@@ -170,10 +177,11 @@ def brax(task: Task, num_seeds: int, first: int = FIRST_SEED) -> list[dict[str, 
 
 def measure(task: Task, num_seeds: int) -> dict[str, Any]:
     """Both trainers on one task."""
+    alone = ours(task, 1)
     return {
         "task": asdict(task),
-        "ours": ours(task, num_seeds),
-        "ours_alone": ours(task, 1),
+        "ours": ours(task, num_seeds) if num_seeds > 1 else alone,
+        "ours_alone": alone,
         "brax": brax(task, num_seeds),
     }
 
@@ -320,8 +328,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     results = {name_of(result): result for result in load("brax_ppo", [])}
+    accelerator = not shared.device().endswith("(cpu)")
     for task in TASKS:
-        if arguments.task and task.name not in arguments.task:
+        asked_for = (
+            task.name in arguments.task if arguments.task else task.accelerator == accelerator
+        )
+        if not asked_for:
             continue
         if arguments.more:
             add_seeds(results[task.name], arguments.seeds)

@@ -4,8 +4,8 @@
     python -m benchmarks.compare DIRECTORY
     python -m benchmarks.compare DIRECTORY --only start-up --repeats 5
 
-Same environment, networks of 2 x 64 tanh units, 128 steps, 4 epochs of 4 minibatches, float32.
-Nothing else should be running. Brax's own PPO is compared in `benchmarks.brax_ppo`.
+Same environment, networks of 2 x 64 tanh units, 128 steps, 4 epochs of 4 minibatches, float32. Where there
+is an accelerator, the works of one are measured in place of those of cores. Nothing else should be running. Brax's own PPO is compared in `benchmarks.brax_ppo`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers
+from benchmarks import peers, shared
 from benchmarks.shared import load, save
 from purejaxppo import machine
 
@@ -46,6 +46,7 @@ class Work:
     """What is trained, and how many times another trainer's speed we aim at.
 
     Attributes:
+        cores: 0 where an accelerator computes.
         steps: of all runs together, of a trainer that compiles its environments.
         slow_steps: of one that steps them in Python.
     """
@@ -62,7 +63,7 @@ class Work:
     def name(self) -> str:
         """In words."""
         runs = "1 run" if self.num_runs == 1 else f"{self.num_runs} runs"
-        cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        cores = {0: "1 accelerator", 1: "1 core"}.get(self.cores, f"{self.cores} cores")
         return f"{self.env}, {runs} of {self.num_envs} environments, {cores}"
 
     def iterations(self, steps: int) -> int:
@@ -76,10 +77,18 @@ WORKS = [
     Work("CartPole-v1", 4, {"rejax": 3.0}, num_runs=16, cores=2, steps=8_000_000),
     Work("Breakout-MinAtar", 64, {"rejax": 1.5}, steps=1_000_000),
 ]
+_BOTH = {"rejax": 0.0, "purejaxrl": 0.0}
+ACCELERATED = [
+    Work("CartPole-v1", 4, _BOTH, num_runs=2048, cores=0, steps=50_000_000),
+    Work("CartPole-v1", 2048, _BOTH, cores=0, steps=50_000_000),
+    Work("Breakout-MinAtar", 64, _BOTH, num_runs=256, cores=0, steps=50_000_000),
+]
 
 
 def on_cores(command: list[str], cores: int) -> list[str]:
-    """The command kept on the first cores that this process may use."""
+    """The command kept on the first cores that this process may use; 0: on all."""
+    if not cores:
+        return command
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     return ["taskset", "-c", ",".join(map(str, chosen)), *command]
 
@@ -125,7 +134,7 @@ def peer_speed(work: Work, directory: Path, peer: str) -> float:
         "num_envs": work.num_envs,
         "num_steps": NUM_STEPS,
         "num_runs": work.num_runs,
-        "iterations": work.iterations(work.steps if peer == "rejax" else work.slow_steps),
+        "iterations": work.iterations(work.steps if peer in _BOTH else work.slow_steps),
     }
     command = on_cores(peers.command(directory, peer, task), work.cores)
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -260,17 +269,20 @@ def main() -> None:
 
     The README gets the table too.
     """
-    names = [work.name for work in WORKS]
+    works = {work.name: work for work in [*WORKS, *ACCELERATED]}
+    names = [*works, START_UP]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where benchmarks.peers installed them")
-    parser.add_argument("--only", action="append", choices=[*names, START_UP])
+    parser.add_argument("--only", action="append", choices=names)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    wanted = given.only or [*names, START_UP]
+    device = shared.device()
+    here = [work.name for work in (WORKS if device.endswith("(cpu)") else ACCELERATED)]
+    wanted = given.only or [*here, START_UP]
     results = load("compare", {})
     about = {
         "date": datetime.date.today().isoformat(),
-        "device": f"{machine.device_name()}, {platform.machine()}",
+        "device": f"{device}, {platform.machine()}",
         "versions": {"ours": machine.versions()}
         | {
             peer: peers.versions(given.directory, peer)
@@ -278,16 +290,13 @@ def main() -> None:
             if peers.python(given.directory, peer).exists()
         },
     }
-    for name in [*names, START_UP]:
-        if name not in wanted:
-            continue
+    for name in wanted:
         if name == START_UP:
             results[name] = {"seconds": start_up(given.directory, given.repeats)} | about
         else:
-            work = WORKS[names.index(name)]
-            found = speeds(work, given.directory, given.repeats)
-            results[name] = asdict(work) | {"speeds": found} | about
-        results = {name: results[name] for name in [*names, START_UP] if name in results}
+            found = speeds(works[name], given.directory, given.repeats)
+            results[name] = asdict(works[name]) | {"speeds": found} | about
+        results = {name: results[name] for name in names if name in results}
         save("compare", results, page(results))
     README.write_text(with_table(README.read_text(), results))
     print(page(results))

@@ -25,14 +25,31 @@ PEERS = {
         "ale-py",
         "opencv-python-headless",
     ],
+    "purejaxrl": ["gymnax==0.0.9", "brax==0.14.2", "flax", "optax", "distrax", "jax==0.10.2"],
 }
-_SCRIPTS = {"rejax": "peer_rejax.py", "sbx": "peer_sb3.py", "sb3": "peer_sb3.py"}
+_SCRIPTS = {
+    "rejax": "peer_rejax.py",
+    "sbx": "peer_sb3.py",
+    "sb3": "peer_sb3.py",
+    "purejaxrl": "peer_purejaxrl.py",
+}
+# Those that are no package: where they are, and what of it is measured.
+_SOURCES = {
+    "purejaxrl": (
+        "https://github.com/luchris429/purejaxrl",
+        "31756b197773a52db763fdbe6d635e4b46522a73",
+    )
+}
 _SHOW = "import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {}}}))"
 
 
 def python(directory: Path, peer: str) -> Path:
     """The interpreter that has it installed."""
     return directory / peer / "bin" / "python"
+
+
+def _source(directory: Path, peer: str) -> Path:
+    return directory / peer / "source"
 
 
 def install(directory: Path, peer: str) -> None:
@@ -42,6 +59,11 @@ def install(directory: Path, peer: str) -> None:
     venv.create(directory / peer, with_pip=True)
     command = [python(directory, peer), "-m", "pip", "install", "-q", *PEERS[peer]]
     subprocess.run(command, check=True)
+    if peer in _SOURCES:
+        address, commit = _SOURCES[peer]
+        source = str(_source(directory, peer))
+        subprocess.run(["git", "clone", "-q", address, source], check=True)
+        subprocess.run(["git", "-C", source, "checkout", "-q", commit], check=True)
 
 
 def versions(directory: Path, peer: str) -> dict[str, str]:
@@ -54,7 +76,8 @@ def versions(directory: Path, peer: str) -> dict[str, str]:
 def command(directory: Path, peer: str, task: dict[str, Any]) -> list[str]:
     """What trains; it prints the steps per second."""
     script = Path(__file__).with_name(_SCRIPTS[peer])
-    return [str(python(directory, peer)), str(script), json.dumps({"peer": peer} | task)]
+    about = {"peer": peer, "source": str(_source(directory, peer))}
+    return [str(python(directory, peer)), str(script), json.dumps(about | task)]
 
 
 def main() -> None:

@@ -26,6 +26,14 @@ def save(name: str, results: Any, text: str) -> None:
     (RESULTS / f"{name}.md").write_text(text)
 
 
+def device() -> str:
+    """What `machine.device_name` says, asked in a process that ends: this one leaves the memory to others."""
+    ask = "from purejaxppo import machine; print(machine.device_name())"
+    return subprocess.run(
+        [sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+
+
 @contextlib.contextmanager
 def trained(*options: object) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Run directory and summary of a training with these options of the command line."""

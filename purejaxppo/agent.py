@@ -110,12 +110,15 @@ class Agent:
         """[..., F] float32, or images [..., H, W, C] where the network has convolutions.
 
         One-hot for a Discrete space, else normalised; bytes that are not lie in 0 ... 1, or stay
-        bytes for convolutions.
+        bytes for convolutions, as bits do.
         """
         if isinstance(self.observation_space, Discrete):
             return jax.nn.one_hot(obs, self.observation_space.n)
-        if self.network.cnn_layers and obs_stats is None and is_bytes(self.observation_space):
-            return obs.astype(jnp.uint8)
+        if self.network.cnn_layers and obs_stats is None:
+            if is_bytes(self.observation_space):
+                return obs.astype(jnp.uint8)
+            if obs.dtype == bool:
+                return obs
         obs = obs.astype(jnp.float32)
         if obs_stats is not None:
             obs = stats.normalize(obs_stats, obs)

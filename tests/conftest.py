@@ -23,6 +23,11 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)  # for commands that tests start
 jax.devices()  # or a test that trains one run would come first, and leave one device to all
+if (
+    jax.default_backend() != "cpu"
+):  # whose products are of numbers cut short, unless asked otherwise
+    jax.config.update("jax_default_matmul_precision", "highest")
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
 
 @pytest.fixture(autouse=True)
@@ -51,5 +56,10 @@ def copied(trained, tmp_path):
 
 def pytest_collection_modifyitems(items):
     """The longest first, or one worker would wait for them in the end."""
+    if jax.default_backend() != "cpu":
+        left_out = pytest.mark.skip(reason="of eight devices of a CPU: JAX_PLATFORMS=cpu")
+        for item in items:
+            if item.get_closest_marker("on_cpus"):
+                item.add_marker(left_out)
     longest = ("killed_twenty_times", "two_processes_of_two", "one_process_less_cache")
     items.sort(key=lambda item: not any(name in item.name for name in longest))

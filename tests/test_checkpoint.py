@@ -97,6 +97,7 @@ def test_a_sweep_whose_first_program_lost_its_last_checkpoint(tmp_path, two_prog
     assert_same(path, two_programs)
 
 
+@pytest.mark.on_cpus
 def test_a_program_that_had_not_begun_keeps_its_blocks(tmp_path, monkeypatch, two_programs):
     """With fewer devices they would be larger, as another size in the programs that had."""
     path = shutil.copytree(two_programs, tmp_path / "run")
@@ -239,7 +240,13 @@ def test_more_or_fewer_devices_share_the_environments(tmp_path):
     assert latest(one).iteration == latest(eight).iteration == 6
 
 
-@pytest.mark.parametrize("arguments", [["--runs-per-block", "3"], ["--shard", "environments"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--runs-per-block", "3"],
+        pytest.param(["--shard", "environments"], marks=pytest.mark.on_cpus),
+    ],
+)
 def test_what_is_not_bit_for_bit_is_said(tmp_path, capsys, arguments):
     options = ["--num-envs", "8", "--num-minibatches", "1", "--num-seeds", "2"]
     assert train(tmp_path / "run", 2, *options, batch=128) == 0

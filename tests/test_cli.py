@@ -207,6 +207,7 @@ def test_a_sweep_lets_go_of_its_programs(tmp_path, monkeypatch):
     assert alive == [0, 0]
 
 
+@pytest.mark.on_cpus
 def test_environments_divided_among_devices(tmp_path, capsys):
     path = tmp_path / "run"
     status = train(
@@ -368,11 +369,19 @@ def test_no_evaluation(tmp_path):
         ("--sweep lerning_rate=1,2", "--sweep lerning_rate: no such option; did you mean"),
         ("--sweep gamma=0.9 --sweep ent_coef=1,-1", "--ent-coef -1.0: must be at least 0"),
         ("--sweep gamma~uniform(0,1) --samples 0", "--samples 0: must be at least 1"),
-        ("--memory-limit 1MiB", "--memory-limit 1MiB: a process has "),
+        pytest.param(
+            "--memory-limit 1MiB",
+            "--memory-limit 1MiB: a process has ",
+            marks=pytest.mark.on_cpus,
+        ),
         ("--num-envs 10000000 --memory-limit 16GiB", "or more --memory-limit"),
         ("--coordinator here --distributed --num-processes 2 --process-id 0", "must be host:port"),
         ("--memory-limit 8Gx", "--memory-limit 8Gx: must be a size such as 8GiB"),
-        ("--num-envs 3 --shard environments", "--num-envs 3 cannot be divided among 8 devices"),
+        pytest.param(
+            "--num-envs 3 --shard environments",
+            "--num-envs 3 cannot be divided among 8 devices",
+            marks=pytest.mark.on_cpus,
+        ),
         ("--process-id 1", "--process-id: only with --distributed"),
         ("--distributed --process-id 1", "all of --coordinator, --num-processes, --process-id"),
     ],

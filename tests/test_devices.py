@@ -71,12 +71,14 @@ def divided(request):
     return train(shards=request.param)
 
 
+@pytest.mark.on_cpus
 def test_devices_agree_bit_for_bit(divided):
     learned, metrics, _ = divided
     for device in range(1, metrics.episodes.shape[1]):
         chex.assert_trees_all_equal(own(learned, 0), own(learned, device))
 
 
+@pytest.mark.on_cpus
 def test_dividing_environments_changes_rounding_only(alone, divided):
     learned, metrics, episodes = divided
     expected, expected_metrics, expected_episodes = alone
@@ -101,6 +103,7 @@ def test_dividing_environments_changes_rounding_only(alone, divided):
         )
 
 
+@pytest.mark.on_cpus
 def test_accelerators_divide_environments_alike(monkeypatch):
     """With their branches, which a CPU can take too."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -113,6 +116,7 @@ def test_accelerators_divide_environments_alike(monkeypatch):
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.on_cpus
 def test_a_memory_is_divided_with_its_environments():
     config = dataclasses.replace(CONFIG, gru_units=4)
     learned, _, episodes = train(2, config)
@@ -121,12 +125,14 @@ def test_a_memory_is_divided_with_its_environments():
     np.testing.assert_allclose(episodes.score.reshape(1, -1), expected_episodes.score, rtol=1e-4)
 
 
+@pytest.mark.on_cpus
 def test_every_device_has_environments_of_its_own(divided):
     _, metrics, episodes = divided
     assert not np.array_equal(episodes.score[:, 0], episodes.score[:, 1])
     assert not np.array_equal(metrics.episode_return[:, 0], metrics.episode_return[:, 1])
 
 
+@pytest.mark.on_cpus
 @pytest.mark.parametrize("options", [{}, {"minibatches": "sequences"}, {"gru_units": 4}])
 def test_every_device_stops_at_the_same_update(options):
     config = dataclasses.replace(CONFIG, num_minibatches=4, **options)
@@ -137,6 +143,7 @@ def test_every_device_stops_at_the_same_update(options):
     np.testing.assert_array_equal(metrics.approx_kl[:, 0], metrics.approx_kl[:, 1])
 
 
+@pytest.mark.on_cpus
 def test_environments_are_divided_in_a_block_of_runs_too():
     together, _, _ = train(2, num_runs=2, block=2)
     one_by_one, _, _ = train(2, num_runs=2)
@@ -144,6 +151,7 @@ def test_environments_are_divided_in_a_block_of_runs_too():
     chex.assert_trees_all_close(together, one_by_one, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.on_cpus
 def test_advantages_are_of_all_devices_that_share_a_run():
     """A device's share of a minibatch may be one sample, which has no advantage over itself."""
     config = dataclasses.replace(CONFIG, env="CartPole-v1", num_steps=1)
@@ -178,7 +186,8 @@ print(sum(name.startswith("tf_XLAEigen") for name in names))
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize(("asked", "threads"), [(None, 1), ("3", 3)])
 def test_a_small_run_has_one_thread_unless_more_are_asked_for(tmp_path, asked, threads):
-    environment = os.environ | ({"PJRT_NPROC": asked, "ASKED": asked} if asked else {})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment |= {"PJRT_NPROC": asked, "ASKED": asked} if asked else {}
     run = [sys.executable, "-c", THREADS, "--env", "CartPole-v1", "--total-timesteps", "256"]
     options = ["--num-envs", "2", "--num-steps", "16", "--eval-episodes", "0", "--keep", "0"]
     done = subprocess.run(
@@ -204,7 +213,7 @@ def test_devices_that_are_not_there_are_one_line():
 
 
 def start(devices, *arguments):
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     return subprocess.Popen(
         [sys.executable, "-c", PROCESS, *map(str, arguments)],
         env=environment,

@@ -42,6 +42,7 @@ def swept(tmp_path_factory):
     return path
 
 
+@pytest.mark.on_cpus
 def test_extract_is_a_run_directory(swept, tmp_path, capsys):
     """Run 3 by itself, trained further, is what it would have been among the others."""
     whole, own = shutil.copytree(swept, tmp_path / "whole"), tmp_path / "own"

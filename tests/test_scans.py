@@ -91,7 +91,8 @@ def arrays(scan):
     return len(loop.outvars)
 
 
-def test_cpus_keep_arrays_apart():
+def test_cpus_keep_arrays_apart(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert arrays(lambda: scans.vector_scan(step, start(), INPUTS, N)) == 6 + 10
 
 
@@ -112,6 +113,7 @@ def test_numbers_of_environments_are_one_array():
 )
 def test_iterations_as_on_an_accelerator(env, options, monkeypatch):
     """All its branches at once, of two runs side by side: what is learned differs by rounding."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     setup, state, hyper = setup_and_state(envs.make(env), Hyper(target_kl=0.05), **options)
     state, hyper = jax.tree.map(lambda x: jnp.stack([x, x]), (state, hyper))
     runs = state, hyper.replace(learning_rate=hyper.learning_rate * jnp.array([1.0, 2.0]))

@@ -120,6 +120,7 @@ def in_pairs():
     return Sweep(Plan(num_runs=3, num_devices=1, block=2))
 
 
+@pytest.mark.on_cpus
 @pytest.mark.parametrize(("num_devices", "padded"), [(2, 4), (8, 8)])
 def test_the_number_of_devices_does_not_change_the_bits(trained, num_devices, padded):
     plan = Plan(num_runs=3, num_devices=num_devices, block=1)
@@ -127,6 +128,7 @@ def test_the_number_of_devices_does_not_change_the_bits(trained, num_devices, pa
     chex.assert_trees_all_equal(Sweep(plan).train(SEEDS, HYPERS), trained)
 
 
+@pytest.mark.on_cpus
 def test_the_number_of_devices_does_not_change_the_bits_of_a_block(in_pairs):
     """On several: on one alone XLA adds returns, which scale rewards, of vmapped runs in another order."""
     plans = (Plan(num_runs=3, num_devices=n, block=2) for n in (2, 4))
