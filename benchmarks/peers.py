@@ -70,7 +70,8 @@ def versions(directory: Path, peer: str) -> dict[str, str]:
     """Of what was asked for."""
     names = [requirement.split("==")[0].split("[")[0] for requirement in PEERS[peer]]
     command = [python(directory, peer), "-c", _SHOW.format(names)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return {peer: _SOURCES[peer][1][:7]} | found if peer in _SOURCES else found
 
 
 def command(directory: Path, peer: str, task: dict[str, Any]) -> list[str]:

@@ -101,7 +101,7 @@ class Config:
     activation: str | None = None
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"
-    """patches: by products of them; xla: by XLA's own convolution; auto: xla on accelerators, on CPUs what is fastest."""
+    """patches: by products of them; xla: by XLA's own convolution; auto: what is fastest on CPUs, patches on GPUs, xla on TPUs."""
     action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
     """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
     log_std: Literal["parameter", "state"] = "parameter"
@@ -239,7 +239,7 @@ class RunOptions:
     samples: int | None = None
     """Random samples of what is swept over a range."""
     deterministic: bool = False
-    """Ask XLA for deterministic operations on a GPU, where this has never been run; CPUs need none."""
+    """Ask XLA for deterministic operations on a GPU; CPUs need none."""
     compile_effort: Literal["auto", "quick", "full"] = "auto"
     """On a CPU: full, for programs that run fast; quick, to have them sooner; auto, whichever ends the training sooner."""
     compilation_cache: bool = True

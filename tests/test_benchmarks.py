@@ -202,7 +202,7 @@ def test_throughput_measures_every_part():
 
 
 def test_every_trainer_does_the_same_work():
-    for work in compare.WORKS:
+    for work in [*compare.WORKS, *compare.ACCELERATED]:
         command = compare.our_command(work, work.iterations(work.steps), Path("run"))
         settings = cli.parse(command[command.index("purejaxppo.run") + 1 :])
         validate(settings)

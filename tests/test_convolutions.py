@@ -63,8 +63,21 @@ def test_convolutions_are_those_of_flax(shape, features, size, stride):
         chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_bits_are_convolved_as_numbers(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.random((2, 5, 10, 10, 4)) < 0.3)
+    kernel = jnp.float32(rng.normal(size=(3, 3, 4, 16)))
+    expected = convolve_xla(jnp.float32(x), kernel, 1)
+    for convolve in (convolve_few, convolve_patches, convolve_winograd, convolve_xla):
+        np.testing.assert_allclose(convolve(x, kernel, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
 @pytest.mark.parametrize("channels", [3, 4])
-def test_bytes_of_several_runs_are_convolved_alike(channels):
+def test_bytes_of_several_runs_are_convolved_alike(monkeypatch, backend, channels):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(0, 256, (2, 5, 20, 17, channels)), jnp.uint8)
     kernels = jnp.float32(rng.normal(size=(2, 4, 4, channels, 6)))
@@ -89,7 +102,8 @@ def test_bytes_of_several_runs_are_convolved_alike(channels):
         ("cpu", "auto", (32, 10, 10, 6), (16, 3, 1), convolve_patches),
         ("cpu", "patches", (32, 9, 9, 64), (64, 3, 1), convolve_patches),
         ("cpu", "xla", (32, 9, 9, 64), (64, 3, 1), convolve_xla),
-        ("gpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_xla),
+        ("gpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_patches),
+        ("tpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_xla),
     ],
 )
 def test_the_fastest_convolution_is_taken(
