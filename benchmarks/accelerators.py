@@ -97,7 +97,7 @@ WORKS = (
     Work("Breakout-MinAtar", runs=256, num_envs=64, as_rejax=True),
 )
 # What rejax has, and the same of ours.
-_AS_REJAX = {
+AS_REJAX = {
     "num_steps": 128, "update_epochs": 4, "num_minibatches": 4, "cnn_layers": (), "torso_layers": (64, 64),
     "shared_torso": False, "activation": "tanh", "normalize_observations": False, "normalize_rewards": False,
 }  # fmt: skip
@@ -168,7 +168,7 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     if work.num_envs:
         config = dataclasses.replace(config, num_envs=work.num_envs)
     if work.as_rejax:
-        config = dataclasses.replace(config, **_AS_REJAX)
+        config = dataclasses.replace(config, **AS_REJAX)
     env = envs.make(config.env, config.env_options)
     shards = work.devices if work.shard_environments else 1
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
@@ -225,7 +225,7 @@ def measure(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
 
 def measure_rejax(work: Work, directory: Path) -> dict[str, Any]:
     """What rejax's program of the same training says, for an H100."""
-    size = {"num_envs": work.num_envs, "num_steps": _AS_REJAX["num_steps"], "num_runs": work.runs}
+    size = {"num_envs": work.num_envs, "num_steps": AS_REJAX["num_steps"], "num_runs": work.runs}
     task = {"env": work.env, "iterations": 100, "target": _H100} | size
     command = peers.command(directory, "rejax", task)
     on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}

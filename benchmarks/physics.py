@@ -21,7 +21,7 @@ import jax
 
 from purejaxppo import envs, machine, ppo, rollouts
 from purejaxppo.agent import make_agent
-from purejaxppo.effort import cpu_options
+from purejaxppo.effort import compiler_options
 from purejaxppo.envs import load_settings
 from purejaxppo.envs.base import Starts, Vectorized
 from purejaxppo.train import as_arrays
@@ -45,7 +45,7 @@ class Replayed(Vectorized):
 
 def compiled(setup: rollouts.Setup, function: Any, *arguments: Any) -> tuple[Any, float]:
     """The program, as the trainer compiles it, and the seconds that took."""
-    options = cpu_options(setup) if jax.default_backend() == "cpu" else None
+    options = compiler_options(setup)
     started = time.perf_counter()
     program = jax.jit(function, compiler_options=options).lower(*arguments).compile()
     return program, time.perf_counter() - started

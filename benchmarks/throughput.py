@@ -3,10 +3,11 @@
     python -m benchmarks.throughput
     python -m benchmarks.throughput --env brax/ant --num-envs 2048 --repeats 5
     taskset -c 0 python -m benchmarks.throughput --env CartPole-v1 --num-envs 64   # one core
+    python -m benchmarks.throughput --num-seeds 2048 --num-envs 4 --as-rejax   # a GPU
 
-One run on one device, with the environment's shipped settings but for what is given. The parts are compiled by themselves,
-so they need not add up to an iteration, in which XLA may overlap and fuse them. Nothing else should
-be running.
+On one device, with the environment's shipped settings but for what is given. The parts of one run are compiled by
+themselves, so they need not add up to an iteration, in which XLA may overlap and fuse them; those of several are not taken
+apart. Nothing else should be running.
 """
 
 from __future__ import annotations
@@ -25,45 +26,64 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.accelerators import AS_REJAX
 from benchmarks.shared import load, save
 from purejaxppo import machine, ppo, rollouts, updates
 from purejaxppo.activations import tanh
 from purejaxppo.convolutions import conv_shapes
 from purejaxppo.distributions import num_outputs
-from purejaxppo.effort import cpu_options
+from purejaxppo.effort import compiler_options
 from purejaxppo.envs import load_settings
 from purejaxppo.plan import MAX_CHUNK, Plan
 from purejaxppo.train import Trainer, as_arrays, make_setup, stack_hypers
 
 
-def measure(env: str, num_envs: int | None, num_steps: int | None, repeats: int) -> dict[str, Any]:
+def measure(
+    env: str,
+    num_envs: int | None,
+    num_steps: int | None,
+    repeats: int,
+    num_seeds: int = 1,
+    as_rejax: bool = False,
+) -> dict[str, Any]:
     """All figures of one environment, times in seconds."""
     settings = load_settings(env)
     given = {"num_envs": num_envs, "num_steps": num_steps}
-    config = dataclasses.replace(settings.config, **{k: v for k, v in given.items() if v})
+    changes = (AS_REJAX if as_rejax else {}) | {k: v for k, v in given.items() if v}
+    config = dataclasses.replace(settings.config, **changes)
     setup, hyper = make_setup(config), settings.hyper
     found: dict[str, Any] = {
-        "env": env,
+        "env": f"{env}, as rejax" if as_rejax else env,
+        "num_seeds": num_seeds,
         "num_envs": config.num_envs,
         "num_steps": config.num_steps,
         "device": machine.device_name(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": machine.versions(),
     }
-    found |= whole(setup, hyper, repeats)
-    found["steps_per_second"] = config.batch_size / np.median(found["iteration"])
-    found |= parts(setup, hyper, repeats)
-    found |= roofline(setup)
-    found["fraction"] = found["least_update"] / np.median(found["update"])
-    found["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found |= whole(setup, hyper, repeats, num_seeds)
+    found["steps_per_second"] = num_seeds * config.batch_size / np.median(found["iteration"])
+    if num_seeds == 1:
+        found |= parts(setup, hyper, repeats)
+        found |= roofline(setup)
+        found["fraction"] = found["least_update"] / np.median(found["update"])
+    found["peak_bytes"] = peak_bytes()
     return found
 
 
-def whole(setup: rollouts.Setup, hyper: Any, repeats: int) -> dict[str, Any]:
+def peak_bytes() -> int:
+    """Most memory that was taken: of the device where it has its own, else of the process."""
+    of_device = jax.devices()[0].memory_stats()
+    if of_device:
+        return of_device["peak_bytes_in_use"]
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def whole(setup: rollouts.Setup, hyper: Any, repeats: int, num_seeds: int = 1) -> dict[str, Any]:
     """Compilation, the first iteration, and the time of one among many."""
-    trainer = Trainer(setup, Plan(num_runs=1, num_devices=1, block=1))
-    hypers = trainer.shard(stack_hypers([hyper]))
-    seeds = trainer.shard(np.zeros(1, np.uint32))
+    trainer = Trainer(setup, Plan(num_runs=num_seeds, num_devices=1, block=num_seeds))
+    hypers = trainer.shard(stack_hypers([hyper] * num_seeds))
+    seeds = trainer.shard(np.arange(num_seeds, dtype=np.uint32))
     states = trainer.init(seeds, hypers, ())
     shared = np.int32(1), np.float32(setup.config.iterations)
     started = time.perf_counter()
@@ -103,12 +123,10 @@ def timed_chunk(
 def parts(setup: rollouts.Setup, hyper: Any, repeats: int) -> dict[str, list[float]]:
     """Rollout, advantages and update, each as a program of its own, with its random numbers drawn."""
     hyper = as_arrays(hyper)
-    options = {}
-    if jax.default_backend() == "cpu":
-        options["compiler_options"] = cpu_options(setup)
+    options = compiler_options(setup)
 
     def compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-        return jax.jit(function, **options).lower(*arguments).compile()
+        return jax.jit(function).lower(*arguments).compile(options)
 
     state = compiled(lambda key: ppo.init(setup, key, hyper), jax.random.key(0))(jax.random.key(0))
     draw = compiled(lambda key: rollouts.draw(setup, key), jax.random.key(1))
@@ -201,13 +219,13 @@ def table(results: list[dict[str, Any]]) -> str:
         "# Throughput",
         "",
         f"Made by `python -m benchmarks.throughput`: {platform.machine()}, jax "
-        f"{first['versions']['jax']}; one run with the shipped settings but for N "
+        f"{first['versions']['jax']}; one run or several at once with the shipped settings but for N "
         "environments and T steps. Medians, and the spread (largest less smallest) of an iteration "
         "in per cent.",
         "",
-        "| environment | device | cores | N x T | steps/s | trace, compile | first iteration | iteration "
+        "| environment | device | cores | runs | N x T | steps/s | trace, compile | first iteration | iteration "
         "| spread | draw, rollout, advantages, update | peak memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         middle = np.median(r["iteration"])
@@ -215,12 +233,13 @@ def table(results: list[dict[str, Any]]) -> str:
         inside = ", ".join(
             f"{1000 * np.median(r[part]):.2f}"
             for part in ("draw", "rollout", "advantages", "update")
+            if part in r
         )
         lines.append(
-            f"| {r['env']} | {r['device']} | {r['cores']} | {r['num_envs']} x {r['num_steps']} "
-            f"| {r['steps_per_second']:,.0f} | {r['trace']:.1f} s, {r['compile']:.1f} s "
+            f"| {r['env']} | {r['device']} | {r['cores']} | {r['num_seeds']:,} "
+            f"| {r['num_envs']} x {r['num_steps']} | {r['steps_per_second']:,.0f} | {r['trace']:.1f} s, {r['compile']:.1f} s "
             f"| {1000 * r['first_iteration']:.1f} ms | {1000 * middle:.2f} ms | {spread:.0f}% "
-            f"| {inside} ms | {r['peak_bytes'] / 2**30:.2f} GiB |"
+            f"| {inside and inside + ' ms'} | {r['peak_bytes'] / 2**30:.2f} GiB |"
         )
     lines += [
         "",
@@ -232,6 +251,8 @@ def table(results: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
+        if r["num_seeds"] > 1:
+            continue
         least = ", ".join(
             f"{1000 * r[f'least_{part}']:.2f}" for part in ("products", "activations", "bytes")
         )
@@ -249,12 +270,15 @@ def main() -> None:
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--num-envs", type=int)
     parser.add_argument("--num-steps", type=int)
+    parser.add_argument("--num-seeds", type=int, default=1, help="runs, all at once")
+    help_ = "with the sizes and networks that benchmarks.compare has"
+    parser.add_argument("--as-rejax", action="store_true", help=help_)
     parser.add_argument("--repeats", type=int, default=9)
     given = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    result = measure(given.env, given.num_envs, given.num_steps, given.repeats)
+    result = measure(**vars(given))
     results = load("throughput", [])
-    same = ("env", "num_envs", "num_steps", "cores", "device")
+    same = ("env", "num_seeds", "num_envs", "num_steps", "cores", "device")
     results = [r for r in results if any(r[key] != result[key] for key in same)] + [result]
     text = table(results)
     save("throughput", results, text)

@@ -51,7 +51,20 @@ def each_equation(
                 yield from each_equation(inner, times * repeated)
 
 
-def cpu_options(setup: Setup, quick: bool = False) -> dict[str, Any]:
+def compiler_options(setup: Setup, quick: bool = False) -> dict[str, Any]:
+    """How XLA compiles for the devices at hand.
+
+    On GPUs quick is not to try which of many kernels is fastest for each product.
+    """
+    match jax.default_backend():
+        case "cpu":
+            return _cpu_options(setup, quick)
+        case "gpu" if quick:
+            return {"xla_gpu_autotune_level": 0}
+    return {}
+
+
+def _cpu_options(setup: Setup, quick: bool) -> dict[str, Any]:
     """How XLA compiles for CPUs.
 
     Level 1 of its effort compiles a third faster than its default and runs as fast. Vectors are as wide as

@@ -12,7 +12,7 @@ import numpy as np
 
 from purejaxppo import envs
 from purejaxppo.config import Config, RunOptions
-from purejaxppo.effort import cpu_options, suits_quick
+from purejaxppo.effort import compiler_options, suits_quick
 from purejaxppo.evaluate import MAX_STEPS
 from purejaxppo.machine import Memory, gib, resident_bytes
 from purejaxppo.plan import Plan, fit, make_footprint, make_plan, nbytes
@@ -70,8 +70,10 @@ class Program:
         self.env = envs.make(self.config.env, self.config.env_options)
         self.external = envs.is_external(self.env)
         _check_hypers(self.config, self.env, runs)
-        if options.compile_effort == "quick" and jax.default_backend() != "cpu":
-            raise ConfigError("--compile-effort quick: only CPUs have programs of two kinds")
+        if options.compile_effort == "quick" and jax.default_backend() == "tpu":
+            raise ConfigError(
+                "--compile-effort quick: only CPUs and GPUs have programs of two kinds"
+            )
         if options.runs_per_block != "auto":
             block = options.runs_per_block
         self.external_bytes = 0
@@ -140,7 +142,7 @@ class Program:
     def effort(self) -> str:
         """That the chunk is compiled with: quick, to a slower program that rounds differently, or full."""
         if self._effort_before and self.options.compile_effort == "auto":
-            return self._effort_before if jax.default_backend() == "cpu" else "full"
+            return self._effort_before if jax.default_backend() != "tpu" else "full"
         return self._effort(self._chunk, self.config.iterations)
 
     @functools.cached_property
@@ -194,7 +196,7 @@ class Program:
         with ThreadPoolExecutor() as threads:
 
             def start(traced: Any, effort: str | None = None) -> Future[Any]:
-                options = cpu_options(trainer.setup, quick=True) if effort == "quick" else None
+                options = compiler_options(trainer.setup, quick=True) if effort == "quick" else None
                 # XLA compiles without Python's lock, while the next program is traced.
                 return threads.submit(traced.lower().compile, options)
 

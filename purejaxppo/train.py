@@ -17,7 +17,7 @@ from purejaxppo import envs, ppo
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import AXIS
-from purejaxppo.effort import cpu_options
+from purejaxppo.effort import compiler_options
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.envs.checks import check_environment
 from purejaxppo.evaluate import evaluate
@@ -205,8 +205,6 @@ class Trainer:
         **jit_options: Any,
     ) -> Any:
         """Jitted: function(state, hyper, shared) of each run, in blocks on every device."""
-        if jax.default_backend() == "cpu":
-            jit_options["compiler_options"] = cpu_options(self.setup, quick)
 
         def blocks(states: PyTree, hypers: Hyper, shared: PyTree) -> PyTree:
             if AXIS in state_spec:
@@ -225,7 +223,8 @@ class Trainer:
             out_specs=self._by_shard,
             check_vma=False,
         )
-        return jax.jit(sharded, **jit_options)
+        options = compiler_options(self.setup, quick)
+        return jax.jit(sharded, compiler_options=options, **jit_options)
 
 
 def _map_in_blocks(each: Callable[[PyTree], PyTree], runs: PyTree, block: int) -> PyTree:

@@ -201,6 +201,15 @@ def test_throughput_measures_every_part():
     assert "| CartPole-v1 |" in throughput.table([found])
 
 
+def test_throughput_of_several_runs_is_not_taken_apart():
+    found = throughput.measure("CartPole-v1", 2, 8, repeats=1, num_seeds=3, as_rejax=True)
+    assert found["steps_per_second"] == pytest.approx(3 * 16 / found["iteration"][0])
+    assert "update" not in found
+    lines = throughput.table([found]).splitlines()
+    (row,) = (line for line in lines if line.startswith("| CartPole-v1, as rejax |"))
+    assert "| 3 | 2 x 8 |" in row
+
+
 def test_every_trainer_does_the_same_work():
     for work in [*compare.WORKS, *compare.ACCELERATED]:
         command = compare.our_command(work, work.iterations(work.steps), Path("run"))

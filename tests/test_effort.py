@@ -1,5 +1,6 @@
 """Which programs are compiled quickly, and that they compute the same."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from purejaxppo import checkpoint, cli
 from purejaxppo.activations import tanh
 from purejaxppo.config import Config, Hyper, RunOptions
-from purejaxppo.effort import each_equation, suits_quick
+from purejaxppo.effort import compiler_options, each_equation, suits_quick
 from purejaxppo.machine import Memory
 from purejaxppo.program import Program
 from purejaxppo.sweep import Setting, make_runs
+
+MEMORY = Memory(2**30, per_device=False)
 
 
 def traced(function, *shapes):
@@ -72,11 +75,27 @@ def test_what_goes_on_keeps_its_effort(before, effort):
     """Also where a run of a sweep is extracted, whose program alone would be quick."""
     config = Config(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=32)
     runs = make_runs([Setting({}, config, Hyper())], RunOptions())
-    program = Program(RunOptions(), runs, Memory(2**30, per_device=False), effort=before)
+    program = Program(RunOptions(), runs, MEMORY, effort=before)
     assert program.effort == effort
 
 
-def test_only_cpus_are_quick(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_tpus_are_never_quick(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert cli.train_command(["--env", "CartPole-v1", "--compile-effort", "quick"]) == 2
-    assert "--compile-effort quick: only CPUs" in capsys.readouterr().err
+    assert "--compile-effort quick: only CPUs and GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "effort"), [("auto", "full"), ("quick", "quick")])
+def test_gpus_are_quick_where_that_is_asked_for(monkeypatch, asked, effort):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = Config(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=32)
+    options = RunOptions(compile_effort=asked)
+    program = Program(options, make_runs([Setting({}, config, Hyper())], options), MEMORY)
+    assert program.effort == program.evaluation_effort(1) == effort
+    setup = program.trainer.setup
+    assert compiler_options(setup) == {}
+    assert list(compiler_options(setup, quick=True)) == ["xla_gpu_autotune_level"]
+    init = program.trainer.init.lower(
+        *program.start
+    )  # always so; XLA for CPUs takes the option, too
+    chex.assert_tree_all_finite(init.compile()(*program.start).params)

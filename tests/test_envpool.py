@@ -15,7 +15,7 @@ from trainings import SMALL
 from purejaxppo import cli, envs, machine, ppo, rollouts, stats
 from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
-from purejaxppo.effort import cpu_options
+from purejaxppo.effort import compiler_options
 from purejaxppo.envs import load_settings
 from purejaxppo.envs.envpool import EnvPool, PoolState
 from purejaxppo.policy import load_policy
@@ -278,7 +278,7 @@ def test_atari_trains_on_pixels(tmp_path):
 def test_products_of_convolutions_are_split_over_cores(monkeypatch, env, cores, all_cores):
     monkeypatch.setattr(machine, "num_cores", lambda: cores)
     setup = make_setup(load_settings(f"envpool/{env}").config)
-    options = cpu_options(setup)
+    options = compiler_options(setup)
     assert options["xla_backend_optimization_level"] == 1
     assert ("xla_cpu_experimental_ynn_fusion_type" in options) == all_cores
     compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile(options)
