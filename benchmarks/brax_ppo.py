@@ -5,7 +5,8 @@
 
 Both train with the same batches, networks and coefficients, without annealing; both are evaluated
 by 128 deterministic episodes. Ours trains all seeds at once and, for its speed, one alone; Brax's
-trains one after another, which is all it can. Nothing else should be running.
+trains one after another, which is all it can. Where there is an accelerator, ant alone is trained unless
+another task is asked for. Nothing else should be running.
 """
 
 from __future__ import annotations
@@ -328,13 +329,15 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     results = {name_of(result): result for result in load("brax_ppo", [])}
-    accelerator = not shared.device().endswith("(cpu)")
+    accelerator = shared.has_accelerator()
     for task in TASKS:
         asked_for = (
             task.name in arguments.task if arguments.task else task.accelerator == accelerator
         )
         if not asked_for:
             continue
+        if (arguments.more or arguments.speeds) and task.name not in results:
+            parser.error(f"{task.name} has not been measured yet")
         if arguments.more:
             add_seeds(results[task.name], arguments.seeds)
         elif arguments.speeds:

@@ -4,8 +4,8 @@
     python -m benchmarks.compare DIRECTORY
     python -m benchmarks.compare DIRECTORY --only start-up --repeats 5
 
-Same environment, networks of 2 x 64 tanh units, 128 steps, 4 epochs of 4 minibatches, float32. Where there
-is an accelerator, the works of one are measured in place of those of cores. Nothing else should be running. Brax's own PPO is compared in `benchmarks.brax_ppo`.
+Same environment, networks of 2 x 64 tanh units, 128 steps, 4 epochs of 4 minibatches, float32. Where
+there is an accelerator, its works are measured in place of those of cores. Nothing else should be running. Brax's own PPO is compared in `benchmarks.brax_ppo`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def peer_speed(work: Work, directory: Path, peer: str) -> float:
         "iterations": work.iterations(work.steps if peer in _BOTH else work.slow_steps),
     }
     command = on_cores(peers.command(directory, peer, task), work.cores)
-    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # Or JAX without the accelerator's packages would train on the CPU.
+    there = os.environ if work.cores else os.environ | {"JAX_PLATFORMS": "cuda"}
+    shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=there).stdout
     return float(shown.split()[-1])  # after what libraries say of themselves
 
 
@@ -271,16 +273,22 @@ def main() -> None:
 
     The README gets the table too.
     """
+    device = shared.device()
+    on_cpus = device.endswith("(cpu)")
+    here = [*(work.name for work in (WORKS if on_cpus else ACCELERATED)), *[START_UP] * on_cpus]
     works = {work.name: work for work in [*WORKS, *ACCELERATED]}
-    names = [*works, START_UP]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where benchmarks.peers installed them")
-    parser.add_argument("--only", action="append", choices=names)
+    parser.add_argument("--only", action="append", choices=here)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    device = shared.device()
-    here = [work.name for work in (WORKS if device.endswith("(cpu)") else ACCELERATED)]
-    wanted = given.only or [*here, START_UP]
+    wanted = given.only or here
+    needed = {
+        peer for name in wanted for peer in (works[name].aims if name in works else ["rejax"])
+    }
+    missing = [p for p in sorted(needed) if not peers.python(given.directory, p).exists()]
+    if missing:
+        parser.error(f"no {', '.join(missing)} in {given.directory}: python -m benchmarks.peers")
     results = load("compare", {})
     about = {
         "date": datetime.date.today().isoformat(),
@@ -298,7 +306,7 @@ def main() -> None:
         else:
             found = speeds(works[name], given.directory, given.repeats)
             results[name] = asdict(works[name]) | {"speeds": found} | about
-        results = {name: results[name] for name in names if name in results}
+        results = {name: results[name] for name in [*works, START_UP] if name in results}
         save("compare", results, page(results))
     README.write_text(with_table(README.read_text(), results))
     print(page(results))

@@ -19,9 +19,8 @@ def main() -> None:
     """Trains with the settings of its script but for the sizes."""
     task = json.loads(sys.argv[1])
     sys.path.insert(0, task["source"] + "/purejaxrl")
-    sys.modules["navix"] = types.ModuleType(
-        "navix"
-    )  # its wrappers import it, for other environments
+    # Its wrappers import it, for other environments.
+    sys.modules["navix"] = types.ModuleType("navix")
     num_runs = task["num_runs"]
     steps = task["num_envs"] * task["num_steps"] * task["iterations"]
     config = {

@@ -3,7 +3,8 @@
     python -m benchmarks.peers DIRECTORY
     python -m benchmarks.peers DIRECTORY --only rejax
 
-Makes what is not there yet. With PyTorch, Stable-Baselines3 takes 5.4 GB of disk.
+Makes what is not there yet, with JAX for an NVIDIA GPU where there is an accelerator. With PyTorch,
+Stable-Baselines3 takes 5.4 GB of disk.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import subprocess
 import venv
 from pathlib import Path
 from typing import Any
+
+from benchmarks import shared
 
 # Each with the newest versions that it works with.
 PEERS = {
@@ -26,12 +29,6 @@ PEERS = {
         "opencv-python-headless",
     ],
     "purejaxrl": ["gymnax==0.0.9", "brax==0.14.2", "flax", "optax", "distrax", "jax==0.10.2"],
-}
-_SCRIPTS = {
-    "rejax": "peer_rejax.py",
-    "sbx": "peer_sb3.py",
-    "sb3": "peer_sb3.py",
-    "purejaxrl": "peer_purejaxrl.py",
 }
 # Those that are no package: where they are, and what of it is measured.
 _SOURCES = {
@@ -54,16 +51,19 @@ def _source(directory: Path, peer: str) -> Path:
 
 def install(directory: Path, peer: str) -> None:
     """Makes its virtual environment, unless it is there."""
-    if python(directory, peer).exists():
-        return
-    venv.create(directory / peer, with_pip=True)
-    command = [python(directory, peer), "-m", "pip", "install", "-q", *PEERS[peer]]
-    subprocess.run(command, check=True)
-    if peer in _SOURCES:
+    if peer in _SOURCES and not _source(directory, peer).exists():
         address, commit = _SOURCES[peer]
         source = str(_source(directory, peer))
         subprocess.run(["git", "clone", "-q", address, source], check=True)
         subprocess.run(["git", "-C", source, "checkout", "-q", commit], check=True)
+    if python(directory, peer).exists():
+        return
+    wanted = PEERS[peer]
+    if shared.has_accelerator():
+        wanted = [name.replace("jax==", "jax[cuda12]==") for name in wanted]
+    venv.create(directory / peer, with_pip=True)
+    command = [python(directory, peer), "-m", "pip", "install", "-q", *wanted]
+    subprocess.run(command, check=True)
 
 
 def versions(directory: Path, peer: str) -> dict[str, str]:
@@ -76,7 +76,7 @@ def versions(directory: Path, peer: str) -> dict[str, str]:
 
 def command(directory: Path, peer: str, task: dict[str, Any]) -> list[str]:
     """What trains; it prints the steps per second."""
-    script = Path(__file__).with_name(_SCRIPTS[peer])
+    script = Path(__file__).with_name(f"peer_{peer.replace('sbx', 'sb3')}.py")
     about = {"peer": peer, "source": str(_source(directory, peer))}
     return [str(python(directory, peer)), str(script), json.dumps(about | task)]
 

@@ -34,6 +34,11 @@ def device() -> str:
     ).stdout.strip()
 
 
+def has_accelerator() -> bool:
+    """Whether JAX finds one here."""
+    return not device().endswith("(cpu)")
+
+
 @contextlib.contextmanager
 def trained(*options: object) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Run directory and summary of a training with these options of the command line."""

@@ -214,13 +214,13 @@ def once(function: Callable[..., Any], argument: jax.Array) -> float:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
-    first = results[0]
+    versions = {result["versions"]["jax"] for result in results}
     lines = [
         "# Throughput",
         "",
         f"Made by `python -m benchmarks.throughput`: {platform.machine()}, jax "
-        f"{first['versions']['jax']}; one run or several at once with the shipped settings but for N "
-        "environments and T steps. Medians, and the spread (largest less smallest) of an iteration "
+        f"{', '.join(sorted(versions))}; one run or several at once with the shipped settings but for N "
+        "environments and T steps, or as rejax, with the networks and batches of `benchmarks.compare`. Medians, and the spread (largest less smallest) of an iteration "
         "in per cent.",
         "",
         "| environment | device | cores | runs | N x T | steps/s | trace, compile | first iteration | iteration "

@@ -142,7 +142,7 @@ class Program:
     def effort(self) -> str:
         """That the chunk is compiled with: quick, to a slower program that rounds differently, or full."""
         if self._effort_before and self.options.compile_effort == "auto":
-            return self._effort_before if jax.default_backend() != "tpu" else "full"
+            return self._effort_before if jax.default_backend() == "cpu" else "full"
         return self._effort(self._chunk, self.config.iterations)
 
     @functools.cached_property

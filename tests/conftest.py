@@ -22,10 +22,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)  # for commands that tests start
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
 jax.devices()  # or a test that trains one run would come first, and leave one device to all
-if (
-    jax.default_backend() != "cpu"
-):  # whose products are of numbers cut short, unless asked otherwise
+# Accelerators cut the numbers of products short, unless asked otherwise.
+if jax.default_backend() != "cpu":
     jax.config.update("jax_default_matmul_precision", "highest")
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
@@ -57,7 +57,7 @@ def copied(trained, tmp_path):
 def pytest_collection_modifyitems(items):
     """The longest first, or one worker would wait for them in the end."""
     if jax.default_backend() != "cpu":
-        left_out = pytest.mark.skip(reason="of eight devices of a CPU: JAX_PLATFORMS=cpu")
+        left_out = pytest.mark.skip(reason="of CPUs: JAX_PLATFORMS=cpu")
         for item in items:
             if item.get_closest_marker("on_cpus"):
                 item.add_marker(left_out)

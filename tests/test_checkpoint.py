@@ -254,6 +254,7 @@ def test_what_is_not_bit_for_bit_is_said(tmp_path, capsys, arguments):
     assert "not bit for bit: " in capsys.readouterr().out
 
 
+@pytest.mark.on_cpus
 def test_another_effort_is_said(tmp_path, capsys):
     path = tmp_path / "run"
     assert train(path, 2, "--eval-episodes", "0", "--eval-every", "none") == 0

@@ -69,9 +69,33 @@ def test_bits_are_convolved_as_numbers(monkeypatch, backend):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.random((2, 5, 10, 10, 4)) < 0.3)
     kernel = jnp.float32(rng.normal(size=(3, 3, 4, 16)))
-    expected = convolve_xla(jnp.float32(x), kernel, 1)
+
+    def loss(kernel, convolve, x):
+        return jnp.sum(jnp.tanh(convolve(x, kernel, 1)))
+
+    expected = jax.value_and_grad(loss)(kernel, convolve_xla, jnp.float32(x))
     for convolve in (convolve_few, convolve_patches, convolve_winograd, convolve_xla):
-        np.testing.assert_allclose(convolve(x, kernel, 1), expected, rtol=1e-4, atol=1e-4)
+        found = jax.value_and_grad(loss)(kernel, convolve, x)
+        chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "last"),
+    [
+        ("cpu", "bool", "float32"),
+        ("cpu", "uint8", "float32"),
+        ("gpu", "bool", "bool"),
+        ("gpu", "uint8", "uint32"),  # words of four bytes
+        ("gpu", "float32", "float32"),
+    ],
+)
+def test_patches_become_numbers_within_the_product_on_gpus(monkeypatch, backend, dtype, last):
+    """What the last barrier lets through is what a device writes down."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x, kernel = jnp.zeros((2, 10, 10, 4), dtype), jnp.zeros((3, 3, 4, 16))
+    jaxpr = jax.make_jaxpr(functools.partial(convolve_patches, stride=1))(x, kernel)
+    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    assert barriers[-1].outvars[0].aval.dtype == last
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
@@ -103,6 +127,7 @@ def test_bytes_of_several_runs_are_convolved_alike(monkeypatch, backend, channel
         ("cpu", "patches", (32, 9, 9, 64), (64, 3, 1), convolve_patches),
         ("cpu", "xla", (32, 9, 9, 64), (64, 3, 1), convolve_xla),
         ("gpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_patches),
+        ("gpu", "auto", (0, 9, 9, 64), (64, 3, 1), convolve_xla),
         ("tpu", "auto", (32, 9, 9, 64), (64, 3, 1), convolve_xla),
     ],
 )

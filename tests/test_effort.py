@@ -53,6 +53,7 @@ def test_products_do_not_count():
     assert suits_quick(jaxpr, times=1000)
 
 
+@pytest.mark.on_cpus
 def test_quick_and_full_differ_by_rounding_alone(tmp_path, capsys):
     """After two iterations, and so that the option and not the length decides."""
     arguments = ["--env", "CartPole-v1", "--num-envs", "4", "--num-steps", "32", "--seed", "3"]
@@ -70,6 +71,7 @@ def test_quick_and_full_differ_by_rounding_alone(tmp_path, capsys):
         np.testing.assert_allclose(found["quick"][name], full, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.on_cpus
 @pytest.mark.parametrize(("before", "effort"), [(None, "quick"), ("full", "full")])
 def test_what_goes_on_keeps_its_effort(before, effort):
     """Also where a run of a sweep is extracted, whose program alone would be quick."""
@@ -90,12 +92,12 @@ def test_gpus_are_quick_where_that_is_asked_for(monkeypatch, asked, effort):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = Config(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=32)
     options = RunOptions(compile_effort=asked)
-    program = Program(options, make_runs([Setting({}, config, Hyper())], options), MEMORY)
+    runs = make_runs([Setting({}, config, Hyper())], options)
+    program = Program(options, runs, MEMORY, effort="quick")  # as a CPU began it
     assert program.effort == program.evaluation_effort(1) == effort
     setup = program.trainer.setup
     assert compiler_options(setup) == {}
     assert list(compiler_options(setup, quick=True)) == ["xla_gpu_autotune_level"]
-    init = program.trainer.init.lower(
-        *program.start
-    )  # always so; XLA for CPUs takes the option, too
-    chex.assert_tree_all_finite(init.compile()(*program.start).params)
+    # Which runs once is always quick; XLA for CPUs takes the option, too.
+    init = program.trainer.init.lower(*program.start).compile()
+    chex.assert_tree_all_finite(init(*program.start).params)

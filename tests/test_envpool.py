@@ -271,6 +271,7 @@ def test_atari_trains_on_pixels(tmp_path):
 
 
 @needs_envpool
+@pytest.mark.on_cpus
 @pytest.mark.parametrize(
     ("env", "cores", "all_cores"),
     [("Pong-v5", 2, True), ("Pong-v5", 1, False), ("CartPole-v1", 2, False)],
