@@ -4,8 +4,8 @@
     python -m benchmarks.accelerators
 
 That is for jax 0.10.2, in an environment of its own. Nothing runs, so there are no speeds. An accelerator
-takes a few microseconds to launch a kernel, however small it is, and most of ours are small: how many there
-are is what its speed depends on.
+takes a few microseconds to launch a kernel, however small it is: what counts where most are small. With
+thousands of runs they are not, and an H100 waits for its memory (`results/h100.md`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import peers
+from benchmarks import compare, peers
 from benchmarks.shared import load, save
 from purejaxppo import envs
 from purejaxppo.envs import load_settings
@@ -96,11 +96,6 @@ WORKS = (
     Work("CartPole-v1", runs=2048, num_envs=4, as_rejax=True),
     Work("Breakout-MinAtar", runs=256, num_envs=64, as_rejax=True),
 )
-# What rejax has, and the same of ours.
-AS_REJAX = {
-    "num_steps": 128, "update_epochs": 4, "num_minibatches": 4, "cnn_layers": (), "torso_layers": (64, 64),
-    "shared_torso": False, "activation": "tanh", "normalize_observations": False, "normalize_rewards": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,10 +160,10 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     """The programs of a training: init, chunk and evaluate."""
     settings = load_settings(work.env)
     config = settings.config
+    if work.as_rejax:
+        config = compare.same_for_all(work.env)
     if work.num_envs:
         config = dataclasses.replace(config, num_envs=work.num_envs)
-    if work.as_rejax:
-        config = dataclasses.replace(config, **AS_REJAX)
     env = envs.make(config.env, config.env_options)
     shards = work.devices if work.shard_environments else 1
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
@@ -225,7 +220,7 @@ def measure(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
 
 def measure_rejax(work: Work, directory: Path) -> dict[str, Any]:
     """What rejax's program of the same training says, for an H100."""
-    size = {"num_envs": work.num_envs, "num_steps": AS_REJAX["num_steps"], "num_runs": work.runs}
+    size = {"num_envs": work.num_envs, "num_steps": compare.NUM_STEPS, "num_runs": work.runs}
     task = {"env": work.env, "iterations": 100, "target": _H100} | size
     command = peers.command(directory, "rejax", task)
     on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}

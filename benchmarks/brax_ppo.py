@@ -329,12 +329,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     results = {name_of(result): result for result in load("brax_ppo", [])}
-    accelerator = shared.has_accelerator()
+    wanted = arguments.task
+    if not wanted:
+        accelerator = shared.has_accelerator()
+        wanted = [task.name for task in TASKS if task.accelerator == accelerator]
     for task in TASKS:
-        asked_for = (
-            task.name in arguments.task if arguments.task else task.accelerator == accelerator
-        )
-        if not asked_for:
+        if task.name not in wanted:
             continue
         if (arguments.more or arguments.speeds) and task.name not in results:
             parser.error(f"{task.name} has not been measured yet")

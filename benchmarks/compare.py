@@ -29,7 +29,8 @@ from typing import Any
 
 from benchmarks import peers, shared
 from benchmarks.shared import load, save
-from purejaxppo import machine
+from purejaxppo import cli, machine
+from purejaxppo.config import Config
 
 README = Path(__file__).parent.parent / "README.md"
 NUM_STEPS = 128
@@ -116,6 +117,11 @@ def our_command(work: Work, iterations: int, run_dir: Path) -> list[str]:
     }
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "purejaxppo.run", *given, *SETTINGS]
+
+
+def same_for_all(env: str) -> Config:
+    """Our configuration of what all trainers train, but for the number of environments."""
+    return cli.parse(["--env", env, *SETTINGS]).config
 
 
 def our_speed(work: Work) -> float:
@@ -273,16 +279,18 @@ def main() -> None:
 
     The README gets the table too.
     """
-    device = shared.device()
-    on_cpus = device.endswith("(cpu)")
-    here = [*(work.name for work in (WORKS if on_cpus else ACCELERATED)), *[START_UP] * on_cpus]
     works = {work.name: work for work in [*WORKS, *ACCELERATED]}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where benchmarks.peers installed them")
-    parser.add_argument("--only", action="append", choices=here)
+    parser.add_argument("--only", action="append", choices=[*works, START_UP])
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
+    device = shared.device()
+    on_cpus = device.endswith("(cpu)")
+    here = [*(work.name for work in (WORKS if on_cpus else ACCELERATED)), *[START_UP] * on_cpus]
     wanted = given.only or here
+    if elsewhere := [name for name in wanted if name not in here]:
+        parser.error(f"{elsewhere[0]}: not on {device}")
     needed = {
         peer for name in wanted for peer in (works[name].aims if name in works else ["rejax"])
     }

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.accelerators import AS_REJAX
+from benchmarks.compare import same_for_all
 from benchmarks.shared import load, save
 from purejaxppo import machine, ppo, rollouts, updates
 from purejaxppo.activations import tanh
@@ -49,8 +49,8 @@ def measure(
     """All figures of one environment, times in seconds."""
     settings = load_settings(env)
     given = {"num_envs": num_envs, "num_steps": num_steps}
-    changes = (AS_REJAX if as_rejax else {}) | {k: v for k, v in given.items() if v}
-    config = dataclasses.replace(settings.config, **changes)
+    config = same_for_all(env) if as_rejax else settings.config
+    config = dataclasses.replace(config, **{k: v for k, v in given.items() if v})
     setup, hyper = make_setup(config), settings.hyper
     found: dict[str, Any] = {
         "env": f"{env}, as rejax" if as_rejax else env,
