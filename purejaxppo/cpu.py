@@ -20,6 +20,12 @@ def has_avx512() -> bool:
     return " avx512f" in _cpuinfo()
 
 
+def features() -> str | None:
+    """What it has beside its first instructions, where the system says it."""
+    lines = _cpuinfo().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), None)
+
+
 @functools.cache
 def _cpuinfo() -> str:
     """What is said of every core; nothing on other systems."""

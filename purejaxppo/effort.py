@@ -18,10 +18,10 @@ from purejaxppo.rollouts import Setup
 _WORTH_OPTIMIZING = 500_000
 
 
-def suits_quick(jaxpr: core.Jaxpr, times: int) -> bool:
-    """Whether a program that is called so many times takes longer to optimise than that gains.
+def quick_below(jaxpr: core.Jaxpr) -> float:
+    """How often a program must be called to gain what it takes to optimise it.
 
-    What a loop repeats for as long as a condition holds is counted once: `times` may have that in it.
+    What a loop repeats for as long as a condition holds is counted once: such repetitions are calls.
     Products are left out: libraries compute them however a program is compiled.
     """
     equations = numbers = 0
@@ -31,7 +31,7 @@ def suits_quick(jaxpr: core.Jaxpr, times: int) -> bool:
             numbers += repeated * sum(
                 math.prod(getattr(x.aval, "shape", ())) for x in equation.outvars
             )
-    return times * numbers < _WORTH_OPTIMIZING * equations
+    return _WORTH_OPTIMIZING * equations / numbers if numbers else math.inf
 
 
 def each_equation(

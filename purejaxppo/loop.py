@@ -61,15 +61,19 @@ class Training:
             block = checkpoint.facts["block"]
             if checkpoint.facts["iterations"] == self.config.iterations:
                 effort = checkpoint.facts.get("effort", "full")  # as older versions always compiled
-        self.program = Program(options, runs, memory, block, effort, begun)
+        every = options.eval_every
+        self._every = self._iterations(self.config.total_timesteps / 20 if every is None else every)
+        # What depends on the length of the training stays as it was begun.
+        if checkpoint is not None and every is None:
+            self._every = checkpoint.facts["every"]
+        evaluations = math.ceil(self.config.iterations / self._every)
+        self.program = Program(options, runs, memory, block, effort, begun, evaluations)
         if options.video_every:
             from purejaxppo.render import find_sketch  # takes its time to import
 
             find_sketch(self.program.env, self.config.env)
         rows = options.metrics_rows
         self._interval = -(-self.config.iterations // rows) if rows else 1
-        every = options.eval_every
-        self._every = self._iterations(self.config.total_timesteps / 20 if every is None else every)
         self._pending: dict[str, np.ndarray] = {}
         self._rows = {"metrics.csv": 0, "evaluation.csv": 0}
         self._best = Best(acting(self.program.whole), len(runs))
@@ -98,11 +102,8 @@ class Training:
         self._best.tree = checkpoint.tree("best", self._best.tree)
         self._pending = checkpoint.named("pending")
         self._rows = {name: kept["rows"] for name, kept in facts["tables"].items()}
-        # What depends on the length of the training stays as it was begun.
-        if self.options.metrics_rows == facts["metrics_rows"]:
+        if self.options.metrics_rows == facts["metrics_rows"]:  # as it was begun, too
             self._interval = facts["interval"]
-        if self.options.eval_every is None:
-            self._every = facts["every"]
 
     @property
     def done(self) -> bool:
@@ -120,7 +121,7 @@ class Training:
         return {
             "episodes": self.options.eval_episodes,
             "sampled": self.options.eval_sampled,
-            "effort": self.program.evaluation_effort(self._evaluation_count),
+            "effort": self.program.evaluation_effort,
         }
 
     @property
@@ -133,11 +134,6 @@ class Training:
             "processes": plan.summing_processes,
             "effort": self.program.effort,
         }
-
-    @property
-    def _evaluation_count(self) -> int:
-        """Of a whole training."""
-        return math.ceil(self.config.iterations / self._every)
 
     @property
     def diverged_runs(self) -> list[int]:
@@ -186,7 +182,7 @@ class Training:
     def _compile(self) -> None:
         started, program = time.monotonic(), self.program
         begins = self._restored is None or program.external
-        compiled = program.compile(begins, self._evaluation_count)
+        compiled = program.compile(begins)
         self._chunk, self._evaluate = compiled.chunk, compiled.evaluate
         begun = None
         if compiled.init is not None:
@@ -203,7 +199,8 @@ class Training:
         gc.freeze()
         gc.enable()
         quick = ", quickly (--compile-effort full trains faster)" * (program.effort == "quick")
-        self.display.say(f"compiled in {seconds:.1f} s{quick}, {memory}")
+        how = "loaded as compiled before, in" if compiled.kept else "compiled in"
+        self.display.say(f"{how} {seconds:.1f} s{quick}, {memory}")
 
     def _train(self) -> None:
         total, every = self.config.iterations, self._every

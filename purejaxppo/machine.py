@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import platform
@@ -224,6 +225,7 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.1f} MiB"
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Of what a result depends on."""
     found = {"purejaxppo": purejaxppo.__version__, "python": platform.python_version()}

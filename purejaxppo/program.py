@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 
 from purejaxppo import envs
 from purejaxppo.config import Config, RunOptions
-from purejaxppo.effort import compiler_options, suits_quick
+from purejaxppo.effort import compiler_options
 from purejaxppo.evaluate import MAX_STEPS
+from purejaxppo.executables import Executable, fingerprint
 from purejaxppo.machine import Memory, gib, resident_bytes
 from purejaxppo.plan import Plan, fit, make_footprint, make_plan, nbytes
 from purejaxppo.policy import acting
@@ -29,6 +30,7 @@ class Compiled(NamedTuple):
     chunk: Any
     init: Any  # None where nothing begins
     evaluate: Any  # None without episodes
+    kept: bool  # all of them from before
 
 
 class Program:
@@ -39,6 +41,7 @@ class Program:
         block: of so many runs, as before, where the options leave it open.
         effort: that its chunk was compiled with before, likewise.
         begun: the iteration that it goes on from.
+        evaluations: of a whole training.
 
     Attributes:
         env: one environment, as `envs.make` gives it.
@@ -64,8 +67,10 @@ class Program:
         block: int | None = None,
         effort: str | None = None,
         begun: int = 0,
+        evaluations: int = 1,
     ) -> None:
         self.options, self.runs, self._effort_before, self._begun = options, runs, effort, begun
+        self._evaluations = evaluations
         self.config = runs[0].setting.config
         self.env = envs.make(self.config.env, self.config.env_options)
         self.external = envs.is_external(self.env)
@@ -100,8 +105,8 @@ class Program:
         self.trainer = Trainer(setup, plan, self.eval_env, self.options.eval_sampled)
         self.hypers = self.trainer.shard(stack_hypers([run.setting.hyper for run in self.runs]))
         self.start = (self.trainer.shard(np.array(seeds, np.uint32)), self.hypers, ())
-        # A trace that compilation uses again.
-        self.shapes = self.trainer.sharded_like(jax.eval_shape(self.trainer.init, *self.start))
+        self._init = self._executable("init", self.start, "full")
+        self.shapes = self.trainer.sharded_like(self._init.results)
         if plan.shards == 1:
             run = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
         else:
@@ -133,36 +138,50 @@ class Program:
         self._lay_out(plan)
 
     @functools.cached_property
-    def _chunk(self) -> Any:
-        """The chunk's program as it is traced."""
-        shared = np.int32(1), np.float32(1)
-        return self.trainer.chunk.trace(self.shapes, self.hypers, shared)
+    def _chunk(self) -> Executable:
+        before = self._effort_before if jax.default_backend() == "cpu" else None
+        arguments = self.shapes, self.hypers, (np.int32(1), np.float32(1))
+        asked = self._asked(before)
+        return self._executable("chunk", arguments, asked, self.config.iterations)
 
     @functools.cached_property
+    def _evaluation(self) -> Executable:
+        steps = self._evaluations * (self.eval_env.max_episode_steps or MAX_STEPS)
+        arguments = self.shapes, self.hypers, ()
+        evaluated = self.eval_env.num_envs, self.options.eval_sampled
+        return self._executable("evaluate", arguments, self._asked(), steps, evaluated)
+
+    def _asked(self, before: str | None = None) -> str:
+        """The effort to compile with; before: the one of a training that goes on."""
+        asked = self.options.compile_effort
+        if asked != "auto":
+            return asked
+        return before or ("auto" if jax.default_backend() == "cpu" else "full")
+
+    def _executable(
+        self, name: str, arguments: tuple[Any, ...], asked: str, times: int = 1, also: Any = None
+    ) -> Executable:
+        """One of the trainer's functions; also: what it is made of beside environment, agent and plan."""
+        key = None
+        if envs.is_shipped(self.config.env) and not self.external:
+            config = dataclasses.replace(self.config, total_timesteps=0)  # an argument of the chunk
+            shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arguments)]
+            structure = str(jax.tree.structure(arguments))
+            key = fingerprint(name, config, self.plan, shapes, structure, also)
+        quick = compiler_options(self.trainer.setup, quick=True)
+        devices = list(self.trainer.mesh.devices.flat)
+        function = getattr(self.trainer, name)
+        return Executable(function, arguments, asked, times, quick, devices, key)
+
+    @property
     def effort(self) -> str:
         """That the chunk is compiled with: quick, to a slower program that rounds differently, or full."""
-        if self._effort_before and self.options.compile_effort == "auto":
-            return self._effort_before if jax.default_backend() == "cpu" else "full"
-        return self._effort(self._chunk, self.config.iterations)
+        return self._chunk.effort
 
-    @functools.cached_property
-    def _evaluation(self) -> Any:
-        """The program of an evaluation as it is traced."""
-        return self.trainer.evaluate.trace(self.shapes, self.hypers, ())
-
-    def evaluation_effort(self, evaluations: int) -> str | None:
-        """The effort for so many evaluations; None where they have no episodes."""
-        if not self.options.eval_episodes:
-            return None
-        steps = evaluations * (self.eval_env.max_episode_steps or MAX_STEPS)
-        return self._effort(self._evaluation, steps)
-
-    def _effort(self, traced: Any, times: int) -> str:
-        effort = self.options.compile_effort
-        if effort != "auto":
-            return effort
-        on_cpu = jax.default_backend() == "cpu"
-        return "quick" if on_cpu and suits_quick(traced.jaxpr.jaxpr, times) else "full"
+    @property
+    def evaluation_effort(self) -> str | None:
+        """Likewise; None where evaluations have no episodes."""
+        return self._evaluation.effort if self.options.eval_episodes else None
 
     @property
     def _saved_bytes(self) -> int:
@@ -185,26 +204,22 @@ class Program:
         runs = f"{len(self.runs)} runs, {self.num_params:,} parameters"
         return f"{describe(static)}: {runs}" if static else runs
 
-    def compile(self, begins: bool, evaluations: int) -> Compiled:
+    def compile(self, begins: bool) -> Compiled:
         """Side by side.
 
         Args:
             begins: whether states are to be made, and not restored alone.
-            evaluations: of a whole training.
         """
-        trainer = self.trainer
+        wanted = (
+            self._chunk,
+            self._init if begins else None,
+            self._evaluation if self.options.eval_episodes else None,
+        )
+        kept = all(each.kept for each in wanted if each)
         with ThreadPoolExecutor() as threads:
-
-            def start(traced: Any, effort: str | None = None) -> Future[Any]:
-                options = compiler_options(trainer.setup, quick=True) if effort == "quick" else None
-                # XLA compiles without Python's lock, while the next program is traced.
-                return threads.submit(traced.lower().compile, options)
-
-            chunk = start(self._chunk, self.effort)
-            init = start(trainer.init.trace(*self.start)) if begins else None
-            effort = self.evaluation_effort(evaluations)
-            evaluate = start(self._evaluation, effort) if effort else None
-        return Compiled(*(each and each.result() for each in (chunk, init, evaluate)))
+            started = [each and each.start(threads) for each in wanted]
+        chunk, init, evaluate = (each and each.result() for each in started)
+        return Compiled(chunk, init, evaluate, kept)
 
     def memory(self, compiled: Compiled) -> str:
         """What the largest of its programs takes, in words."""
@@ -221,7 +236,7 @@ class Program:
 
     def release(self) -> None:
         """Lets go of what is compiled, and of environments outside: a sweep's next program needs the room."""
-        del self.trainer, self.eval_env
+        del self.trainer, self.eval_env, self._init
         for traced in ("_chunk", "_evaluation"):
             vars(self).pop(traced, None)
 

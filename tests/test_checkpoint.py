@@ -31,7 +31,7 @@ from trainings import (
 )
 
 import purejaxppo
-from purejaxppo import checkpoint, cli, machine, program, rundir
+from purejaxppo import checkpoint, cli, executables, machine, rundir
 from purejaxppo.checkpoint import Writer
 from purejaxppo.display import Display
 from purejaxppo.values import ConfigError
@@ -201,7 +201,7 @@ def test_evaluations_of_another_kind_are_told_of(copied, capsys):
 
 def test_evaluations_may_be_compiled_with_another_effort(tmp_path, monkeypatch):
     assert train(tmp_path / "run", 2) == 0
-    monkeypatch.setattr(program, "suits_quick", lambda *_: False)
+    monkeypatch.setattr(executables, "quick_below", lambda _: 0)
     assert resume(tmp_path / "run", f"--total-timesteps|{4 * PER_ITERATION}") == 0
     caveats = read_summary(tmp_path / "run")["caveats"]
     assert "evaluations are not as those before: effort quick -> full" in caveats

@@ -152,6 +152,12 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
             return env
 
 
+def is_shipped(name: str) -> bool:
+    """Whether an environment is one of a suite's, and not the user's own."""
+    name = full_name(name)
+    return isinstance(_REGISTRY.get(name), str) or name.partition("/")[0] in _OPEN_SUITES
+
+
 def has_vectors(name: str) -> bool:
     """Whether an environment is known to observe no images, without making it."""
     name = full_name(name)

@@ -1,0 +1,272 @@
+"""Programs that are kept: found without a trace of them, and never where they might be others."""
+
+import os
+import pickle
+import subprocess
+import sys
+import types
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from trainings import MODULE, ORBAX, PER_ITERATION, SMALL, assert_same, resume, train
+
+from purejaxppo import cpu, executables, machine, ppo
+from purejaxppo import train as trainer_module
+from purejaxppo.executables import Executable, fingerprint
+
+pytestmark = [*ORBAX, pytest.mark.on_cpus]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where programs are kept, as if these were processes of the command line."""
+    monkeypatch.setattr(executables, "_is_ours", lambda: True)
+    before = jax.config.values["jax_compilation_cache_dir"]
+    shortest = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield tmp_path / "cache" / "executables"
+    jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+    compilation_cache.reset_cache()
+
+
+def names(folder):
+    """The efforts of what is kept, and when each was used last."""
+    return sorted(path.name.rpartition("-")[2] for path in folder.iterdir())
+
+
+def forbid_tracing(monkeypatch, *also):
+    def traced(*_, **__):
+        raise AssertionError("traced")
+
+    for module, name in ((ppo, "iterate"), (trainer_module, "evaluate"), *also):
+        monkeypatch.setattr(module, name, traced)
+
+
+def test_again_is_loaded_and_trains_the_same(tmp_path, monkeypatch, capsys):
+    assert train(tmp_path / "first", 4) == 0
+    assert "\ncompiled in" in capsys.readouterr().out
+    forbid_tracing(monkeypatch, (ppo, "init"))
+    assert train(tmp_path / "again", 4) == 0
+    assert "\nloaded as compiled before, in" in capsys.readouterr().out
+    assert_same(tmp_path / "first", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    "given", [["--num-seeds", "3"], ["--num-envs", "8", "--shard", "environments"]]
+)
+def test_programs_of_several_devices_are_kept(tmp_path, monkeypatch, given):
+    batch = 128 if "--shard" in given else PER_ITERATION
+    assert train(tmp_path / "first", 2, *given, batch=batch) == 0
+    forbid_tracing(monkeypatch)
+    assert train(tmp_path / "again", 2, *given, batch=batch) == 0
+    assert_same(tmp_path / "first", tmp_path / "again")
+
+
+def test_seeds_and_steps_are_no_part_of_a_program(tmp_path, monkeypatch):
+    assert train(tmp_path / "first", 4) == 0
+    forbid_tracing(monkeypatch)
+    for number, given in enumerate((["--seed", "7"], ["--gamma", "0.9"])):
+        assert train(tmp_path / str(number), 5, *given) == 0
+    with pytest.raises(AssertionError, match="traced"):
+        train(tmp_path / "other", 4, "--activation", "relu")
+
+
+def test_what_goes_on_is_loaded_too(tmp_path, monkeypatch):
+    assert train(tmp_path / "whole", 8) == 0
+    forbid_tracing(monkeypatch)
+    assert train(tmp_path / "parts", 4) == 0
+    assert resume(tmp_path / "parts", "--total-timesteps", 8 * PER_ITERATION) == 0
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_long_training_has_a_program_of_its_own(tmp_path, monkeypatch, folder):
+    """How long is known without a trace."""
+    few = ["--eval-every", "none", "--eval-episodes", "0"]
+    assert train(tmp_path / "short", 2, *few) == 0
+    assert names(folder) == ["full", "quick"]  # init, and the chunk
+    assert train(tmp_path / "full", 2, "--compile-effort", "full", *few) == 0
+    assert names(folder) == ["full", "full", "quick"]
+    (chunk,) = folder.glob("*-quick")
+    long = pickle.loads(zlib.decompress(chunk.read_bytes()))[0]
+    forbid_tracing(monkeypatch)
+    monkeypatch.setattr("purejaxppo.loop.Training._train", lambda self: found.append(self.layout))
+    found = []
+    for iterations in (int(long) - 1, int(long) + 1):
+        assert train(tmp_path / str(iterations), iterations, *few) == 0
+    assert [each["effort"] for each in found] == ["quick", "full"]
+
+
+def test_damaged_programs_are_compiled_anew(tmp_path, folder):
+    assert train(tmp_path / "first", 2) == 0
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for path, content in before.items():
+        path.write_bytes(content[:-40])
+    compilation_cache.reset_cache()
+    for path in folder.parent.glob("*-cache"):
+        path.unlink()
+    assert train(tmp_path / "again", 2) == 0
+    assert_same(tmp_path / "first", tmp_path / "again")
+    assert {path: path.read_bytes() for path in folder.iterdir()}.keys() == before.keys()
+    assert all(pickle.loads(zlib.decompress(path.read_bytes())) for path in folder.iterdir())
+
+
+def test_environments_of_a_user_are_not_kept(tmp_path, monkeypatch, folder):
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert train(tmp_path / "run", 2, "--env", "mine:MyEnv") == 0
+    assert not folder.exists()
+
+
+def compiled(function, key, *arguments):
+    """An Executable of a function, ready to be called."""
+    made = Executable(jax.jit(function), arguments, "full", 1, {}, jax.devices()[:1], key)
+    with ThreadPoolExecutor() as threads:
+        return made, made.start(threads).result()
+
+
+def test_what_calls_a_library_is_not_kept(folder):
+    one = jnp.eye(3)
+    for function, kept in ((jnp.linalg.cholesky, []), (lambda x: jnp.sin(x) @ x, ["full"])):
+        _, program = compiled(function, "key", one)
+        np.testing.assert_allclose(program(one), function(one))
+        assert (names(folder) if folder.exists() else []) == kept
+
+
+def test_what_jax_had_in_its_cache_is_not_kept_from_there(folder):
+    """It would be written down without its kernels."""
+    one = jnp.ones(5)
+    for key in ("one", "other"):
+        made, program = compiled(lambda x: jnp.cos(x) * 3, key, one)
+        np.testing.assert_allclose(program(one), jnp.cos(one) * 3)
+        assert not made.kept
+        assert [path.name for path in folder.iterdir()] == ["one-full"]
+
+
+def test_other_arguments_are_another_program(folder):
+    for argument, kept in ((jnp.ones(3), False), (jnp.ones(3), True), ((jnp.ones(3),), False)):
+        made, program = compiled(lambda x: jnp.sinh(jax.tree.leaves(x)[0]), "key", argument)
+        np.testing.assert_allclose(program(argument), jnp.sinh(jnp.ones(3)))
+        assert made.kept == kept
+    assert names(folder) == ["full"]
+
+
+def test_the_latest_stay(folder, monkeypatch):
+    monkeypatch.setattr(executables, "_MOST", 2)
+    for number in range(3):
+        compiled(lambda x, n=number: x * 2 + n, str(number), jnp.ones(2))
+        os.utime(folder / f"{number}-full", (number, number))
+        compiled(lambda x: x * 2, "0", jnp.ones(2))  # which is used again and again
+    assert sorted(path.name for path in folder.iterdir()) == ["0-full", "2-full"]
+
+
+def test_a_full_disk_is_no_matter(monkeypatch, folder):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(executables.tempfile, "NamedTemporaryFile", full)
+    _, program = compiled(lambda x: jnp.tan(x), "key", jnp.ones(2))
+    np.testing.assert_allclose(program(jnp.ones(2)), jnp.tan(jnp.ones(2)))
+    assert not list(folder.iterdir())
+
+
+def test_fingerprints_tell_programs_apart(tmp_path, monkeypatch):
+    """By what they are made of, by the code that is loaded, the device, and how XLA is set."""
+    source = tmp_path / "module.py"
+    source.write_text("one = 1")
+    monkeypatch.setitem(sys.modules, "module", types.SimpleNamespace(__file__=str(source)))
+
+    def code_again():
+        executables._code.cache_clear()
+        return fingerprint("chunk", 1)
+
+    found = [code_again(), fingerprint("chunk", 2), fingerprint("init", 1)]
+    source.write_text("one = 11")
+    found.append(code_again())
+    for owner, name, value in (
+        (machine, "versions", lambda: {"jax": "0"}),
+        (machine, "device_name", lambda: "another"),
+        (cpu, "features", lambda: "flags: none"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            found.append(fingerprint("chunk", 1))
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        found.append(fingerprint("chunk", 1))
+    jax.config.update("jax_default_matmul_precision", "highest")
+    found.append(fingerprint("chunk", 1))
+    jax.config.update("jax_default_matmul_precision", None)
+    assert None not in found
+    assert len(set(found)) == len(found)
+    assert fingerprint("chunk", 1) == code_again() == found[3]
+    executables._code.cache_clear()
+
+
+def test_data_of_environments_is_read_too(tmp_path, monkeypatch):
+    (tmp_path / "assets").mkdir()
+    for name in ("__init__.py", "assets/ant.xml", "assets/ant.pyc"):
+        (tmp_path / name).touch()
+    brax = types.SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __path__=[str(tmp_path)])
+    monkeypatch.setitem(sys.modules, "brax", brax)
+    executables._code.cache_clear()
+    found = {path for path, *_ in executables._code()}
+    executables._code.cache_clear()
+    assert {executables.__file__, brax.__file__, str(tmp_path / "assets/ant.xml")} <= found
+    assert not any(path.endswith(".pyc") for path in found)
+
+
+def test_nothing_is_kept_where_it_may_be_another(monkeypatch):
+    assert fingerprint() is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(executables, "_is_ours", lambda: False)
+        assert fingerprint() is None
+    for name, value in (("default_backend", "gpu"), ("process_count", 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, name, lambda value=value: value)
+            assert fingerprint() is None
+    before = jax.config.values["jax_compilation_cache_dir"]
+    for name, values in (
+        ("jax_enable_compilation_cache", (False, True)),
+        ("jax_compilation_cache_dir", ("gs://bucket", None, before)),
+    ):
+        for value in values[:-1]:
+            jax.config.update(name, value)
+            assert fingerprint() is None
+        jax.config.update(name, values[-1])
+
+
+@pytest.mark.parametrize(
+    ("spec", "file", "ours"),
+    [
+        ("purejaxppo.run", "/lib/purejaxppo/run.py", True),
+        (None, "/bin/purejaxppo", True),
+        ("pytest.__main__", "/lib/pytest/__main__.py", False),
+        (None, "/home/me/train.py", False),
+        (None, None, False),  # python -c
+    ],
+)
+def test_only_the_command_line_keeps(monkeypatch, spec, file, ours):
+    monkeypatch.undo()
+    main = types.SimpleNamespace(__spec__=spec and types.SimpleNamespace(name=spec), __file__=file)
+    if file is None:
+        del main.__file__
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert executables._is_ours() == ours
+
+
+def test_commands_find_what_others_compiled(tmp_path):
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "there")}
+    command = [sys.executable, "-m", "purejaxppo.run", *SMALL.split(), "--total-timesteps", "32"]
+    for name, said in (("first", "\ncompiled in"), ("again", "\nloaded as compiled before")):
+        ours = [*command, "--run-dir", str(tmp_path / name)]
+        done = subprocess.run(ours, env=environment, capture_output=True, text=True, check=True)
+        assert said in done.stdout
+    assert_same(tmp_path / "first", tmp_path / "again")
