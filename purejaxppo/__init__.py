@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from purejaxppo.train import make_setup, make_train, stack_hypers
 
 __version__ = "0.2.0"
+
+started = time.time()  # before another module is read
 
 __all__ = [
     "Config",

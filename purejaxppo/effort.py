@@ -19,7 +19,7 @@ _WORTH_OPTIMIZING = 500_000
 
 
 def quick_below(jaxpr: core.Jaxpr) -> float:
-    """How often a program must be called to gain what it takes to optimise it.
+    """Calls of a program below which it takes longer to optimise than that gains.
 
     What a loop repeats for as long as a condition holds is counted once: such repetitions are calls.
     Products are left out: libraries compute them however a program is compiled.

@@ -11,88 +11,92 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import pickle
 import platform
 import sys
-import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.extend.mlir import ir
 
+import purejaxppo
 from purejaxppo import cpu, machine
 from purejaxppo.effort import quick_below
 
-_MOST = 200  # files, those that were used last
+_MOST_BYTES = 2**30  # of all files; those used last stay
+_YOUNG = 2.0  # seconds by which the clock of a file may differ
 
-# Packages whose files are read beside their code, as of robots and textures.
-_WITH_DATA = ("purejaxppo", "brax", "craftax", "gymnax", "mujoco_playground", "octax", "xminigrid")
+# Packages whose files decide what is traced, data such as robots among them; those that are loaded.
+_PACKAGES = (
+    "purejaxppo", "jax", "flax", "optax", "chex",
+    "brax", "craftax", "gymnax", "mujoco", "mujoco_playground", "octax", "xminigrid",
+)  # fmt: skip
 
 
 class _Kept(NamedTuple):
     """A program as it lies in its file."""
 
     quick_below: float
-    takes: Any  # the structure of its arguments
-    results: Any
+    in_tree: Any
+    out_shapes: Any
     program: bytes
 
 
 @dataclass
 class Executable:
-    """A function for arguments of given shapes: compiled, or taken up as it was compiled before.
+    """A function for arguments of given shapes: compiled, or loaded as it was compiled before.
 
     Attributes:
         function: jitted.
         arguments: or their shapes.
         asked: the effort to compile with, or auto.
-        times: that it, or the loop within it, is repeated in a whole training, which decides then.
+        calls: in a whole training, of it or of the loop within it, which decide then.
         quick: options for the compiler, in place of the function's own.
         devices: that it runs on.
         key: that it is kept under, see `fingerprint`; None to trace and compile it.
+        loaded: whether it was compiled before, once it is there.
     """
 
     function: Any
     arguments: tuple[Any, ...]
     asked: str
-    times: int
+    calls: int
     quick: dict[str, Any]
     devices: Sequence[Any]
     key: str | None
+    loaded: bool = field(default=False, init=False)
 
     @functools.cached_property
     def effort(self) -> str:
         """That it is compiled with: quick, to a slower program that rounds differently, or full."""
         if self.asked != "auto":
             return self.asked
-        found = self._read("quick") or self._read("full")
-        below = found.quick_below if found else self._quick_below
-        return "quick" if self.times < below else "full"
+        kept = self._files["quick"] or self._files["full"]
+        below = kept.quick_below if kept else self._quick_below
+        return "quick" if self.calls < below else "full"
 
     @functools.cached_property
-    def results(self) -> Any:
-        """Their shapes."""
-        if self._kept:
-            return self._kept.results
+    def out_shapes(self) -> Any:
+        """Of its results."""
+        if kept := self._files[self.effort]:
+            return kept.out_shapes
         given = self._traced.out_info
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
 
-    @property
-    def kept(self) -> bool:
-        """Whether it was compiled before."""
-        return self._kept is not None
-
     def start(self, threads: Executor) -> Future[jax.stages.Compiled]:
         """Begins to compile it: XLA does so without Python's lock, while the next one is traced."""
-        if not self.kept:
+        if not self._files[self.effort]:
             _ = self._lowered
         return threads.submit(self._make)
 
@@ -102,64 +106,103 @@ class Executable:
 
     @functools.cached_property
     def _lowered(self) -> Any:
-        return self._traced.lower()
+        lowered = self._traced.lower()
+        if (
+            self.key is not None
+        ):  # JAX's cache must not have it where it is not kept, see `_compile`
+            module = lowered.compiler_ir()
+            with module.context:
+                name = ir.StringAttr.get(f"jit_program_{self.key[:16]}")
+                module.operation.attributes["sym_name"] = name
+        return lowered
 
     @functools.cached_property
     def _quick_below(self) -> float:
         return quick_below(self._traced.jaxpr.jaxpr)
 
     @functools.cached_property
-    def _kept(self) -> _Kept | None:
-        found = self._read(self.effort)
-        return found if found and found.takes == self._takes else None
-
-    @property
-    def _takes(self) -> Any:
-        return jax.tree.structure((self.arguments, {}))
-
-    def _path(self, effort: str) -> Path:
-        return directory() / f"{self.key}-{effort}"
-
-    def _read(self, effort: str) -> _Kept | None:
-        if self.key is None:
-            return None
-        # There is no such file, or it is damaged.
-        with contextlib.suppress(Exception):
-            found = _Kept(*pickle.loads(zlib.decompress(self._path(effort).read_bytes())))
-            os.utime(self._path(effort))
-            return found
-        return None
+    def _files(self) -> _Files:
+        return _Files(self.key, jax.tree.structure((self.arguments, {})))
 
     def _make(self) -> jax.stages.Compiled:
-        if found := self._kept:
-            with contextlib.suppress(Exception):  # compiled anew, whatever is wrong with it
-                gives = jax.tree.structure(found.results)
-                return deserialize_and_load(
-                    found.program, found.takes, gives, execution_devices=self.devices
-                )
+        try:
+            return self._load() or self._compile()
+        finally:  # a training needs none of them any more
+            for name in ("_files", "_traced", "_lowered"):
+                vars(self).pop(name, None)
+
+    def _load(self) -> jax.stages.Compiled | None:
+        kept = self._files[self.effort]
+        if kept is None:
+            return None
+        out_tree = jax.tree.structure(kept.out_shapes)
+        try:
+            program = deserialize_and_load(
+                kept.program, kept.in_tree, out_tree, execution_devices=self.devices
+            )
+        except Exception:  # whatever is wrong with it, it can be compiled anew
+            _log.debug("cannot be loaded: %s", self.key, exc_info=True)
+            return None
+        self.loaded = True
+        return program
+
+    def _compile(self) -> jax.stages.Compiled:
         _fresh.compiled = False
         compiled = self._lowered.compile(self.quick if self.effort == "quick" else None)
-        # What JAX's cache had is not whole any more, once it is written down again.
-        if self.key is not None and _fresh.compiled:
-            with contextlib.suppress(Exception):  # it is needed no less where it cannot be kept
-                self._keep(compiled)
+        # What JAX's cache had is not whole any more, once it is written down again. And what a program calls
+        # must be registered by then, as tracing does.
+        if self.key is None or not _fresh.compiled or "custom_call" in self._lowered.as_text():
+            return compiled
+        try:
+            program, in_tree, _ = serialize(compiled)
+            kept = _Kept(self._quick_below, in_tree, self.out_shapes, program)
+            self._files.write(self.effort, kept)
+        except Exception:  # it is needed no less where it cannot be kept
+            _log.debug("cannot be kept: %s", self.key, exc_info=True)
         return compiled
 
-    def _keep(self, compiled: jax.stages.Compiled) -> None:
-        # What is called outside of the program must be registered by then, as tracing does.
-        if "custom_call" in self._lowered.as_text():
-            return
-        program, takes, _ = serialize(compiled)
-        kept = _Kept(self._quick_below, takes, self.results, program)
-        directory().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory(), delete=False) as part:
-            part.write(zlib.compress(pickle.dumps(tuple(kept)), 1))
-        os.replace(part.name, self._path(self.effort))
-        files = sorted(directory().iterdir(), key=lambda file: file.stat().st_mtime)
-        for file in files[:-_MOST]:
-            file.unlink(missing_ok=True)
+
+class _Files(dict[str, "_Kept | None"]):
+    """What is kept under a key, by effort; read when it is asked for."""
+
+    def __init__(self, key: str | None, in_tree: Any) -> None:
+        super().__init__()
+        self._key, self._in_tree = key, in_tree
+
+    def __missing__(self, effort: str) -> _Kept | None:
+        self[effort] = None
+        if self._key is not None:
+            with contextlib.suppress(Exception):  # there is none, or it is damaged
+                kept = _Kept(*pickle.loads(zlib.decompress(self._path(effort).read_bytes())))
+                self[effort] = kept if kept.in_tree == self._in_tree else None
+            with contextlib.suppress(OSError):  # nor need the folder be ours to write
+                os.utime(self._path(effort))
+        return self[effort]
+
+    def write(self, effort: str, kept: _Kept) -> None:
+        """Writes a file, and removes those used longest ago that there is no room for."""
+        path = self._path(effort)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        try:
+            part.write_bytes(zlib.compress(pickle.dumps(tuple(kept)), 1))
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        room = _MOST_BYTES
+        with contextlib.suppress(FileNotFoundError):  # another process removes them, too
+            files = [(file.stat().st_mtime, file) for file in path.parent.iterdir()]
+            for _, file in sorted(files, reverse=True):
+                room -= file.stat().st_size
+                if room < 0:
+                    file.unlink()
+
+    def _path(self, effort: str) -> Path:
+        folder = Path(jax.config.values["jax_compilation_cache_dir"]) / "executables"
+        return folder / f"{self._key}-{effort}"
 
 
+_log = logging.getLogger(__name__)
 _fresh = threading.local()  # compiled: whether this thread has, since it was set to False
 
 
@@ -171,50 +214,53 @@ def _note(event: str, **_: Any) -> None:
 jax.monitoring.register_event_listener(_note)
 
 
-def directory() -> Path:
-    """Where they are kept: in that of JAX's own cache."""
-    return Path(jax.config.values["jax_compilation_cache_dir"]) / "executables"
-
-
 def fingerprint(*parts: Any) -> str | None:
     """What a program is kept under that is traced from these, which their `repr` tells; None if it is not kept.
 
-    It is not in a process that another script began, which may have changed what functions do, nor
-    on accelerators, where this has not been tried.
+    It is not in a process that another script began, which may have changed what functions do, nor where
+    a file has changed since this process began, nor on accelerators, where this has not been tried.
     """
-    settings = jax.config.values
+    settings, flags = jax.config.values, os.environ.get("XLA_FLAGS", "").strip()
     cache = settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]
     if not cache or "://" in cache or not _is_ours():
         return None
+    if flags and not flags.startswith("-"):  # they are in a file
+        return None
     if jax.default_backend() != "cpu" or jax.process_count() > 1:
         return None
-    code = _code(), machine.versions(), sorted(settings.items()), os.environ.get("XLA_FLAGS")
+    code, youngest = _code()
+    if youngest > purejaxppo.started - _YOUNG:
+        return None
+    threads = os.environ.get("PJRT_NPROC"), machine.num_cores()
     devices = machine.device_name(), cpu.features() or platform.node(), len(jax.devices())
-    return hashlib.sha256(repr((code, devices, parts)).encode()).hexdigest()
+    whole = code, machine.versions(), sorted(settings.items()), flags, threads, devices, parts
+    return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
 def _is_ours() -> bool:
     """Whether the process is the command line: `python -m purejaxppo.run`, or the console script."""
     main = sys.modules["__main__"]
-    name = main.__spec__.name if main.__spec__ else Path(getattr(main, "__file__", "")).stem
+    name = main.__spec__.name if main.__spec__ else Path(getattr(main, "__file__", "") or "").stem
     return name in ("purejaxppo.run", "purejaxppo")
 
 
 @functools.cache
-def _code() -> list[tuple[str, int, int]]:
-    """Path, time and size of what programs depend on; as first asked for, for tracing loads more of it."""
-    files = {
-        getattr(module, "__file__", None) or ""
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in sys.stdlib_module_names
-    }
-    files -= {getattr(sys.modules["__main__"], "__file__", "")}  # one of two for the same command
-    for package in filter(None, map(sys.modules.get, _WITH_DATA)):
-        for folder, _, names in itertools.chain(*map(os.walk, package.__path__)):
-            files.update(os.path.join(folder, name) for name in names)
-    found = []
-    for path in sorted(files):
-        with contextlib.suppress(OSError):  # as of a module in an archive
-            about = os.stat(path)
-            found.append((path, about.st_mtime_ns, about.st_size))
-    return [file for file in found if not file[0].endswith(".pyc")]
+def _code() -> tuple[str, float]:
+    """A hash of the code that is loaded, and when its youngest file was written."""
+    found, youngest = hashlib.sha256(), 0.0
+    for package in filter(None, map(sys.modules.get, _PACKAGES)):
+        for path in _files_of(package):
+            with contextlib.suppress(OSError):  # a link to nowhere
+                about = path.stat()
+                youngest = max(youngest, about.st_mtime)
+                found.update(f"{path} {about.st_size} ".encode())
+                is_ours = package is purejaxppo
+                found.update(path.read_bytes() if is_ours else f"{about.st_mtime_ns}".encode())
+    return found.hexdigest(), youngest
+
+
+def _files_of(package: ModuleType) -> Iterator[Path]:
+    """All but those that Python makes of others."""
+    for folder, folders, names in itertools.chain(*map(os.walk, package.__path__)):
+        folders.sort()
+        yield from (Path(folder, name) for name in sorted(names) if not name.endswith(".pyc"))

@@ -199,7 +199,7 @@ class Training:
         gc.freeze()
         gc.enable()
         quick = ", quickly (--compile-effort full trains faster)" * (program.effort == "quick")
-        how = "loaded as compiled before, in" if compiled.kept else "compiled in"
+        how = "loaded as compiled before, in" if compiled.loaded else "compiled in"
         self.display.say(f"{how} {seconds:.1f} s{quick}, {memory}")
 
     def _train(self) -> None:

@@ -30,7 +30,7 @@ class Compiled(NamedTuple):
     chunk: Any
     init: Any  # None where nothing begins
     evaluate: Any  # None without episodes
-    kept: bool  # all of them from before
+    loaded: bool  # all of them, as they were compiled before
 
 
 class Program:
@@ -105,8 +105,8 @@ class Program:
         self.trainer = Trainer(setup, plan, self.eval_env, self.options.eval_sampled)
         self.hypers = self.trainer.shard(stack_hypers([run.setting.hyper for run in self.runs]))
         self.start = (self.trainer.shard(np.array(seeds, np.uint32)), self.hypers, ())
-        self._init = self._executable("init", self.start, "full")
-        self.shapes = self.trainer.sharded_like(self._init.results)
+        self._init = self._executable("init", self.start, "quick")
+        self.shapes = self.trainer.sharded_like(self._init.out_shapes)
         if plan.shards == 1:
             run = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
         else:
@@ -159,7 +159,7 @@ class Program:
         return before or ("auto" if jax.default_backend() == "cpu" else "full")
 
     def _executable(
-        self, name: str, arguments: tuple[Any, ...], asked: str, times: int = 1, also: Any = None
+        self, name: str, arguments: tuple[Any, ...], asked: str, calls: int = 1, also: Any = None
     ) -> Executable:
         """One of the trainer's functions; also: what it is made of beside environment, agent and plan."""
         key = None
@@ -171,7 +171,7 @@ class Program:
         quick = compiler_options(self.trainer.setup, quick=True)
         devices = list(self.trainer.mesh.devices.flat)
         function = getattr(self.trainer, name)
-        return Executable(function, arguments, asked, times, quick, devices, key)
+        return Executable(function, arguments, asked, calls, quick, devices, key)
 
     @property
     def effort(self) -> str:
@@ -210,16 +210,13 @@ class Program:
         Args:
             begins: whether states are to be made, and not restored alone.
         """
-        wanted = (
-            self._chunk,
-            self._init if begins else None,
-            self._evaluation if self.options.eval_episodes else None,
-        )
-        kept = all(each.kept for each in wanted if each)
+        init = self._init if begins else None
+        evaluation = self._evaluation if self.options.eval_episodes else None
+        wanted = self._chunk, init, evaluation
         with ThreadPoolExecutor() as threads:
             started = [each and each.start(threads) for each in wanted]
         chunk, init, evaluate = (each and each.result() for each in started)
-        return Compiled(chunk, init, evaluate, kept)
+        return Compiled(chunk, init, evaluate, all(each.loaded for each in wanted if each))
 
     def memory(self, compiled: Compiled) -> str:
         """What the largest of its programs takes, in words."""

@@ -1,5 +1,6 @@
 """Programs that are kept: found without a trace of them, and never where they might be others."""
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import types
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +17,42 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from trainings import MODULE, ORBAX, PER_ITERATION, SMALL, assert_same, resume, train
 
+import purejaxppo
 from purejaxppo import cpu, executables, machine, ppo
 from purejaxppo import train as trainer_module
 from purejaxppo.executables import Executable, fingerprint
 
 pytestmark = [*ORBAX, pytest.mark.on_cpus]
+IS_OURS = executables._is_ours
+
+
+@contextlib.contextmanager
+def setting(name, value):
+    """One of JAX's."""
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Where programs are kept, as if these were processes of the command line."""
     monkeypatch.setattr(executables, "_is_ours", lambda: True)
-    before = jax.config.values["jax_compilation_cache_dir"]
-    shortest = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()
-    yield tmp_path / "cache" / "executables"
-    jax.config.update("jax_compilation_cache_dir", before)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+    cache = tmp_path / "cache"
+    with (
+        setting("jax_compilation_cache_dir", str(cache)),
+        setting("jax_persistent_cache_min_compile_time_secs", 0.0),
+    ):
+        compilation_cache.reset_cache()
+        yield cache / "executables"
     compilation_cache.reset_cache()
 
 
 def names(folder):
-    """The efforts of what is kept, and when each was used last."""
+    """The efforts of what is kept."""
     return sorted(path.name.rpartition("-")[2] for path in folder.iterdir())
 
 
@@ -91,10 +105,10 @@ def test_a_long_training_has_a_program_of_its_own(tmp_path, monkeypatch, folder)
     """How long is known without a trace."""
     few = ["--eval-every", "none", "--eval-episodes", "0"]
     assert train(tmp_path / "short", 2, *few) == 0
-    assert names(folder) == ["full", "quick"]  # init, and the chunk
+    assert names(folder) == ["quick", "quick"]  # init, and the chunk
     assert train(tmp_path / "full", 2, "--compile-effort", "full", *few) == 0
-    assert names(folder) == ["full", "full", "quick"]
-    (chunk,) = folder.glob("*-quick")
+    assert names(folder) == ["full", "quick", "quick"]
+    chunk = max(folder.glob("*-quick"), key=lambda path: path.stat().st_size)
     long = pickle.loads(zlib.decompress(chunk.read_bytes()))[0]
     forbid_tracing(monkeypatch)
     monkeypatch.setattr("purejaxppo.loop.Training._train", lambda self: found.append(self.layout))
@@ -126,7 +140,7 @@ def test_environments_of_a_user_are_not_kept(tmp_path, monkeypatch, folder):
 
 
 def compiled(function, key, *arguments):
-    """An Executable of a function, ready to be called."""
+    """An Executable of a function, and the program."""
     made = Executable(jax.jit(function), arguments, "full", 1, {}, jax.devices()[:1], key)
     with ThreadPoolExecutor() as threads:
         return made, made.start(threads).result()
@@ -140,59 +154,105 @@ def test_what_calls_a_library_is_not_kept(folder):
         assert (names(folder) if folder.exists() else []) == kept
 
 
-def test_what_jax_had_in_its_cache_is_not_kept_from_there(folder):
-    """It would be written down without its kernels."""
+def test_what_is_not_kept_is_not_in_the_cache_of_jax_either(folder):
+    """From which it would be written down without its kernels."""
     one = jnp.ones(5)
     for key in ("one", "other"):
         made, program = compiled(lambda x: jnp.cos(x) * 3, key, one)
         np.testing.assert_allclose(program(one), jnp.cos(one) * 3)
-        assert not made.kept
-        assert [path.name for path in folder.iterdir()] == ["one-full"]
+        assert not made.loaded
+    assert names(folder) == ["full", "full"]
+    (folder / "one-full").unlink()
+    for _ in range(2):
+        made, program = compiled(lambda x: jnp.cos(x) * 3, "one", one)
+        np.testing.assert_allclose(program(one), jnp.cos(one) * 3)
+        assert not made.loaded
+    assert [path.name for path in folder.iterdir()] == ["other-full"]
 
 
 def test_other_arguments_are_another_program(folder):
-    for argument, kept in ((jnp.ones(3), False), (jnp.ones(3), True), ((jnp.ones(3),), False)):
+    for argument, loaded in ((jnp.ones(3), False), (jnp.ones(3), True), ((jnp.ones(3),), False)):
         made, program = compiled(lambda x: jnp.sinh(jax.tree.leaves(x)[0]), "key", argument)
         np.testing.assert_allclose(program(argument), jnp.sinh(jnp.ones(3)))
-        assert made.kept == kept
+        assert made.loaded == loaded
     assert names(folder) == ["full"]
 
 
+def test_what_cannot_be_loaded_is_compiled(folder):
+    """As where XLA refuses what a file has."""
+    one = jnp.ones(2)
+    compiled(lambda x: jnp.log(x), "key", one)
+    kept = list(pickle.loads(zlib.decompress((folder / "key-full").read_bytes())))
+    kept[-1] = kept[-1][:-10]
+    (folder / "key-full").write_bytes(zlib.compress(pickle.dumps(tuple(kept))))
+    made, program = compiled(lambda x: jnp.log(x), "key", one)
+    assert not made.loaded
+    np.testing.assert_allclose(program(one), jnp.log(one))
+
+
+def test_a_folder_that_is_not_ours_is_read(folder, monkeypatch):
+    def refused(*_):
+        raise PermissionError
+
+    compiled(lambda x: x * 2, "key", jnp.ones(2))
+    monkeypatch.setattr(os, "utime", refused)
+    assert compiled(lambda x: x * 2, "key", jnp.ones(2))[0].loaded
+
+
 def test_the_latest_stay(folder, monkeypatch):
-    monkeypatch.setattr(executables, "_MOST", 2)
-    for number in range(3):
-        compiled(lambda x, n=number: x * 2 + n, str(number), jnp.ones(2))
+    compiled(lambda x: x * 2, "0", jnp.ones(2))
+    size = (folder / "0-full").stat().st_size
+    monkeypatch.setattr(executables, "_MOST_BYTES", int(2.5 * size))
+    for number in range(1, 4):
+        compiled(lambda x: x * 2, str(number), jnp.ones(2))
         os.utime(folder / f"{number}-full", (number, number))
         compiled(lambda x: x * 2, "0", jnp.ones(2))  # which is used again and again
-    assert sorted(path.name for path in folder.iterdir()) == ["0-full", "2-full"]
+    assert sorted(path.name for path in folder.iterdir()) == ["0-full", "3-full"]
 
 
-def test_a_full_disk_is_no_matter(monkeypatch, folder):
+@pytest.mark.parametrize("name", ["replace", "stat"])
+def test_a_full_disk_is_no_matter(monkeypatch, folder, name):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(executables.tempfile, "NamedTemporaryFile", full)
+    if name == "replace":
+        monkeypatch.setattr(os, "replace", full)
+    else:
+        monkeypatch.setattr("pathlib.Path.write_bytes", full)
     _, program = compiled(lambda x: jnp.tan(x), "key", jnp.ones(2))
     np.testing.assert_allclose(program(jnp.ones(2)), jnp.tan(jnp.ones(2)))
     assert not list(folder.iterdir())
 
 
-def test_fingerprints_tell_programs_apart(tmp_path, monkeypatch):
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that programs are made of, with data beside its code."""
+    (tmp_path / "brax" / "assets").mkdir(parents=True)
+    for name in ("__init__.py", "assets/ant.xml", "assets/ant.pyc"):
+        (tmp_path / "brax" / name).write_text("one")
+        os.utime(tmp_path / "brax" / name, (1, 1))
+    brax = types.SimpleNamespace(__path__=[str(tmp_path / "brax")])
+    monkeypatch.setitem(sys.modules, "brax", brax)
+    executables._code.cache_clear()
+    yield tmp_path / "brax"
+    executables._code.cache_clear()
+
+
+def write(path, text, time):
+    path.write_text(text)
+    os.utime(path, (time, time))
+    executables._code.cache_clear()
+    return fingerprint("chunk", 1)
+
+
+def test_fingerprints_tell_programs_apart(package, monkeypatch):
     """By what they are made of, by the code that is loaded, the device, and how XLA is set."""
-    source = tmp_path / "module.py"
-    source.write_text("one = 1")
-    monkeypatch.setitem(sys.modules, "module", types.SimpleNamespace(__file__=str(source)))
-
-    def code_again():
-        executables._code.cache_clear()
-        return fingerprint("chunk", 1)
-
-    found = [code_again(), fingerprint("chunk", 2), fingerprint("init", 1)]
-    source.write_text("one = 11")
-    found.append(code_again())
+    first = fingerprint("chunk", 1)
+    found = [first, fingerprint("chunk", 2), fingerprint("init", 1)]
     for owner, name, value in (
         (machine, "versions", lambda: {"jax": "0"}),
         (machine, "device_name", lambda: "another"),
+        (machine, "num_cores", lambda: 77),
         (cpu, "features", lambda: "flags: none"),
     ):
         with monkeypatch.context() as patch:
@@ -201,26 +261,22 @@ def test_fingerprints_tell_programs_apart(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
         found.append(fingerprint("chunk", 1))
-    jax.config.update("jax_default_matmul_precision", "highest")
-    found.append(fingerprint("chunk", 1))
-    jax.config.update("jax_default_matmul_precision", None)
+    with setting("jax_default_matmul_precision", "highest"):
+        found.append(fingerprint("chunk", 1))
+    for number, name in enumerate(("__init__.py", "assets/ant.xml")):
+        found.append(write(package / name, "two", time=2))
+        found.append(write(package / name, "three", time=2))
+        assert write(package / name, "one", time=1) == first, number
     assert None not in found
     assert len(set(found)) == len(found)
-    assert fingerprint("chunk", 1) == code_again() == found[3]
-    executables._code.cache_clear()
+    assert write(package / "assets" / "ant.pyc", "two", time=2) == first
 
 
-def test_data_of_environments_is_read_too(tmp_path, monkeypatch):
-    (tmp_path / "assets").mkdir()
-    for name in ("__init__.py", "assets/ant.xml", "assets/ant.pyc"):
-        (tmp_path / name).touch()
-    brax = types.SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __path__=[str(tmp_path)])
-    monkeypatch.setitem(sys.modules, "brax", brax)
-    executables._code.cache_clear()
-    found = {path for path, *_ in executables._code()}
-    executables._code.cache_clear()
-    assert {executables.__file__, brax.__file__, str(tmp_path / "assets/ant.xml")} <= found
-    assert not any(path.endswith(".pyc") for path in found)
+def test_nothing_is_kept_of_code_that_changes_meanwhile(package):
+    """It may have been read before."""
+    assert fingerprint() is not None
+    assert write(package / "__init__.py", "two", time=purejaxppo.started + 1) is None
+    assert write(package / "__init__.py", "two", time=purejaxppo.started - 60) is not None
 
 
 def test_nothing_is_kept_where_it_may_be_another(monkeypatch):
@@ -228,19 +284,20 @@ def test_nothing_is_kept_where_it_may_be_another(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(executables, "_is_ours", lambda: False)
         assert fingerprint() is None
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "flags.txt")  # whose contents nobody knows
+        assert fingerprint() is None
     for name, value in (("default_backend", "gpu"), ("process_count", 2)):
         with monkeypatch.context() as patch:
             patch.setattr(jax, name, lambda value=value: value)
             assert fingerprint() is None
-    before = jax.config.values["jax_compilation_cache_dir"]
-    for name, values in (
-        ("jax_enable_compilation_cache", (False, True)),
-        ("jax_compilation_cache_dir", ("gs://bucket", None, before)),
+    for name, value in (
+        ("jax_enable_compilation_cache", False),
+        ("jax_compilation_cache_dir", "gs://bucket"),
+        ("jax_compilation_cache_dir", None),
     ):
-        for value in values[:-1]:
-            jax.config.update(name, value)
+        with setting(name, value):
             assert fingerprint() is None
-        jax.config.update(name, values[-1])
 
 
 @pytest.mark.parametrize(
@@ -250,23 +307,29 @@ def test_nothing_is_kept_where_it_may_be_another(monkeypatch):
         (None, "/bin/purejaxppo", True),
         ("pytest.__main__", "/lib/pytest/__main__.py", False),
         (None, "/home/me/train.py", False),
-        (None, None, False),  # python -c
+        (None, None, False),
     ],
 )
 def test_only_the_command_line_keeps(monkeypatch, spec, file, ours):
-    monkeypatch.undo()
     main = types.SimpleNamespace(__spec__=spec and types.SimpleNamespace(name=spec), __file__=file)
-    if file is None:
-        del main.__file__
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert executables._is_ours() == ours
+    assert IS_OURS() == ours
 
 
 def test_commands_find_what_others_compiled(tmp_path):
+    """However they are started, and where one goes on."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "there")}
-    command = [sys.executable, "-m", "purejaxppo.run", *SMALL.split(), "--total-timesteps", "32"]
-    for name, said in (("first", "\ncompiled in"), ("again", "\nloaded as compiled before")):
-        ours = [*command, "--run-dir", str(tmp_path / name)]
-        done = subprocess.run(ours, env=environment, capture_output=True, text=True, check=True)
+    module = [sys.executable, "-m", "purejaxppo.run"]
+    script = [str(Path(sys.executable).with_name("purejaxppo")), "train"]
+    begun = [*SMALL.split(), "--total-timesteps", "32", "--run-dir"]
+    gone_on = ["--total-timesteps", "64", "--resume"]
+    for command, options, name, said in (
+        (module, begun, "first", "\ncompiled in"),
+        (script, begun, "again", "\nloaded as compiled before"),
+        (module, gone_on, "again", "\nloaded as compiled before"),
+    ):
+        given = [*command, *options, str(tmp_path / name)]
+        done = subprocess.run(given, env=environment, capture_output=True, text=True, check=True)
         assert said in done.stdout
+    assert resume(tmp_path / "first", "--total-timesteps", 64) == 0
     assert_same(tmp_path / "first", tmp_path / "again")
