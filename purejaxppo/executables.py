@@ -107,9 +107,8 @@ class Executable:
     @functools.cached_property
     def _lowered(self) -> Any:
         lowered = self._traced.lower()
-        if (
-            self.key is not None
-        ):  # JAX's cache must not have it where it is not kept, see `_compile`
+        # JAX's cache must not have it from another process, where it is not kept: see `_compile`.
+        if self.key is not None:
             module = lowered.compiler_ir()
             with module.context:
                 name = ir.StringAttr.get(f"jit_program_{self.key[:16]}")
@@ -251,16 +250,16 @@ def _code() -> tuple[str, float]:
     for package in filter(None, map(sys.modules.get, _PACKAGES)):
         for path in _files_of(package):
             with contextlib.suppress(OSError):  # a link to nowhere
-                about = path.stat()
+                about = os.stat(path)
                 youngest = max(youngest, about.st_mtime)
                 found.update(f"{path} {about.st_size} ".encode())
                 is_ours = package is purejaxppo
-                found.update(path.read_bytes() if is_ours else f"{about.st_mtime_ns}".encode())
+                found.update(Path(path).read_bytes() if is_ours else b"%d" % about.st_mtime_ns)
     return found.hexdigest(), youngest
 
 
-def _files_of(package: ModuleType) -> Iterator[Path]:
+def _files_of(package: ModuleType) -> Iterator[str]:
     """All but those that Python makes of others."""
     for folder, folders, names in itertools.chain(*map(os.walk, package.__path__)):
         folders.sort()
-        yield from (Path(folder, name) for name in sorted(names) if not name.endswith(".pyc"))
+        yield from (f"{folder}/{name}" for name in sorted(names) if not name.endswith(".pyc"))
