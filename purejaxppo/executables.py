@@ -1,8 +1,8 @@
 """Compiled programs that outlive their process: found again before they are traced.
 
-JAX's own cache finds a program by what it was lowered to, and to trace and lower it takes longer than all else
-of a second start. Here it is found by what it would be traced from: the code, the options and the devices. Where
-those may not say it all, nothing is kept.
+JAX's own cache finds a program by what it was lowered to, and to trace and lower it is the largest part of a second
+start. Here it is found by what it would be traced from: the code, the options and the devices. Where those may
+not say it all, nothing is kept.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from trainings import MODULE, ORBAX, PER_ITERATION, SMALL, assert_same, resume, 
 import purejaxppo
 from purejaxppo import cpu, executables, machine, ppo
 from purejaxppo import train as trainer_module
+from purejaxppo.envs import is_shipped, register
 from purejaxppo.executables import Executable, fingerprint
 
 pytestmark = [*ORBAX, pytest.mark.on_cpus]
@@ -139,6 +140,19 @@ def test_environments_of_a_user_are_not_kept(tmp_path, monkeypatch, folder):
     assert not folder.exists()
 
 
+def test_a_name_of_a_suite_may_be_a_user_s():
+    register("playground/Mine", object)
+    for name, shipped in (
+        ("CartPole-v1", True),
+        ("ant", True),
+        ("playground/CheetahRun", True),
+        ("playground/Another", True),
+        ("playground/Mine", False),
+        ("mine:MyEnv", False),
+    ):
+        assert is_shipped(name) == shipped, name
+
+
 def compiled(function, key, *arguments):
     """An Executable of a function, and the program."""
     made = Executable(jax.jit(function), arguments, "full", 1, {}, jax.devices()[:1], key)
@@ -210,15 +224,12 @@ def test_the_latest_stay(folder, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["0-full", "3-full"]
 
 
-@pytest.mark.parametrize("name", ["replace", "stat"])
-def test_a_full_disk_is_no_matter(monkeypatch, folder, name):
+@pytest.mark.parametrize("fails", ["os.replace", "pathlib.Path.write_bytes"])
+def test_a_full_disk_is_no_matter(monkeypatch, folder, fails):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    if name == "replace":
-        monkeypatch.setattr(os, "replace", full)
-    else:
-        monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr(fails, full)
     _, program = compiled(lambda x: jnp.tan(x), "key", jnp.ones(2))
     np.testing.assert_allclose(program(jnp.ones(2)), jnp.tan(jnp.ones(2)))
     assert not list(folder.iterdir())
@@ -263,10 +274,10 @@ def test_fingerprints_tell_programs_apart(package, monkeypatch):
         found.append(fingerprint("chunk", 1))
     with setting("jax_default_matmul_precision", "highest"):
         found.append(fingerprint("chunk", 1))
-    for number, name in enumerate(("__init__.py", "assets/ant.xml")):
+    for name in ("__init__.py", "assets/ant.xml"):
         found.append(write(package / name, "two", time=2))
         found.append(write(package / name, "three", time=2))
-        assert write(package / name, "one", time=1) == first, number
+        assert write(package / name, "one", time=1) == first
     assert None not in found
     assert len(set(found)) == len(found)
     assert write(package / "assets" / "ant.pyc", "two", time=2) == first

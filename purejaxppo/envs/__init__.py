@@ -155,7 +155,8 @@ def make(name: str, env_args: Mapping[str, Any] | None = None) -> Environment:
 def is_shipped(name: str) -> bool:
     """Whether an environment is one of a suite's, and not the user's own."""
     name = full_name(name)
-    return isinstance(_REGISTRY.get(name), str) or name.partition("/")[0] in _OPEN_SUITES
+    open_suite = name.partition("/")[0] in _OPEN_SUITES
+    return isinstance(_REGISTRY.get(name, "" if open_suite else None), str)
 
 
 def has_vectors(name: str) -> bool:
