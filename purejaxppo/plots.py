@@ -27,6 +27,7 @@ def draw_curves(path: Path, panels: dict[str, list[Result]]) -> None:
     Args:
         panels: the settings of each environment, the best first.
     """
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     columns = min(len(panels), _COLUMNS)
@@ -35,7 +36,8 @@ def draw_curves(path: Path, panels: dict[str, list[Result]]) -> None:
     for number, (env, ranked) in enumerate(panels.items()):
         row, column = divmod(number, columns)
         left, bottom = (column + 0.12) / columns, (rows - 1 - row + 0.12) / rows
-        axes = figure.add_axes((left, bottom, 0.84 / columns, 0.8 / rows))
+        # By its class: a look at the names of all projections reads those in three dimensions, too.
+        axes = figure.add_axes(Axes(figure, (left, bottom, 0.84 / columns, 0.8 / rows)))
         axes.set_title(f"{env}, PPO", y=1.0)  # or all ticks are measured to find a place for it
         _draw_panel(axes, ranked)
     figure.savefig(path, dpi=120)
