@@ -29,6 +29,7 @@ from benchmarks import compare, peers
 from benchmarks.shared import load, save
 from purejaxppo import envs
 from purejaxppo.envs import load_settings
+from purejaxppo.executables import num_bytes
 from purejaxppo.plan import make_plan
 from purejaxppo.train import Trainer, make_setup, stack_hypers
 
@@ -203,7 +204,7 @@ def measure(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     result = {
         "work": str(work),
         "platform": platform,
-        "bytes": max(map(_bytes, programs.values())),
+        "bytes": max(map(num_bytes, programs.values())),
     }
     if platform == "tpu":  # whose programs do not say how often loops go round
         return result
@@ -233,12 +234,6 @@ def measure_rejax(work: Work, directory: Path) -> dict[str, Any]:
         "bytes": int(memory),
         "iteration": iteration.launched,
     }
-
-
-def _bytes(program: Any) -> int:
-    memory = program.memory_analysis()
-    size = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    return size + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def table(results: list[dict[str, Any]]) -> str:

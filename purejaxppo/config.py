@@ -250,9 +250,12 @@ class RunOptions:
 class Settings:
     """All options of a training."""
 
-    run: RunOptions = dataclasses.field(default_factory=RunOptions)
-    config: Config = dataclasses.field(default_factory=Config)
-    hyper: Hyper = dataclasses.field(default_factory=Hyper)
+    # With a word of help, or Tyro would look for it in this file at each start.
+    run: RunOptions = dataclasses.field(
+        default_factory=RunOptions, metadata={"help": RunOptions.__doc__}
+    )
+    config: Config = dataclasses.field(default_factory=Config, metadata={"help": Config.__doc__})
+    hyper: Hyper = dataclasses.field(default_factory=Hyper, metadata={"help": Hyper.__doc__})
 
     def to_dict(self) -> dict[str, Any]:
         """Flat and complete, ready for YAML."""

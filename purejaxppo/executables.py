@@ -48,6 +48,7 @@ class _Kept(NamedTuple):
     """A program as it lies in its file."""
 
     quick_below: float
+    num_bytes: int
     in_tree: Any
     out_shapes: Any
     program: bytes
@@ -66,6 +67,7 @@ class Executable:
         devices: that it runs on.
         key: that it is kept under, see `fingerprint`; None to trace and compile it.
         loaded: whether it was compiled before, once it is there.
+        num_bytes: of its arguments, of what it computes and of its results, likewise.
     """
 
     function: Any
@@ -76,6 +78,7 @@ class Executable:
     devices: Sequence[Any]
     key: str | None
     loaded: bool = field(default=False, init=False)
+    num_bytes: int = field(init=False)
 
     @functools.cached_property
     def effort(self) -> str:
@@ -142,23 +145,31 @@ class Executable:
         except Exception:  # whatever is wrong with it, it can be compiled anew
             _log.debug("cannot be loaded: %s", self.key, exc_info=True)
             return None
-        self.loaded = True
+        self.loaded, self.num_bytes = True, kept.num_bytes
         return program
 
     def _compile(self) -> jax.stages.Compiled:
         _fresh.compiled = False
         compiled = self._lowered.compile(self.quick if self.effort == "quick" else None)
+        self.num_bytes = num_bytes(compiled)
         # What JAX's cache had is not whole any more, once it is written down again. And what a program calls
         # must be registered by then, as tracing does.
         if self.key is None or not _fresh.compiled or "custom_call" in self._lowered.as_text():
             return compiled
         try:
             program, in_tree, _ = serialize(compiled)
-            kept = _Kept(self._quick_below, in_tree, self.out_shapes, program)
+            kept = _Kept(self._quick_below, self.num_bytes, in_tree, self.out_shapes, program)
             self._files.write(self.effort, kept)
         except Exception:  # it is needed no less where it cannot be kept
             _log.debug("cannot be kept: %s", self.key, exc_info=True)
         return compiled
+
+
+def num_bytes(compiled: jax.stages.Compiled) -> int:
+    """Of a program's arguments, of what it computes and of its results."""
+    memory: Any = compiled.memory_analysis()
+    whole = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return whole + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 class _Files(dict[str, "_Kept | None"]):

@@ -31,6 +31,7 @@ class Compiled(NamedTuple):
     init: Any  # None where nothing begins
     evaluate: Any  # None without episodes
     loaded: bool  # all of them, as they were compiled before
+    num_bytes: int  # that the largest of them takes on a device
 
 
 class Program:
@@ -216,19 +217,15 @@ class Program:
         with ThreadPoolExecutor() as threads:
             started = [each and each.start(threads) for each in wanted]
         chunk, init, evaluate = (each and each.result() for each in started)
-        return Compiled(chunk, init, evaluate, all(each.loaded for each in wanted if each))
+        there = [each for each in wanted if each]
+        loaded, num_bytes = all(x.loaded for x in there), max(x.num_bytes for x in there)
+        return Compiled(chunk, init, evaluate, loaded, num_bytes)
 
     def memory(self, compiled: Compiled) -> str:
         """What the largest of its programs takes, in words."""
-        size = 0
-        for program in filter(None, (compiled.chunk, compiled.evaluate)):
-            memory = program.memory_analysis()
-            needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-            needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
-            size = max(size, needed)
         if jax.default_backend() != "cpu":
-            return f"{gib(size)} of memory a device"
-        arrays = size * self.plan.num_devices * self.plan.shards + self._saved_bytes
+            return f"{gib(compiled.num_bytes)} of memory a device"
+        arrays = compiled.num_bytes * self.plan.num_devices * self.plan.shards + self._saved_bytes
         return f"{gib(arrays + resident_bytes())} of memory in all"
 
     def release(self) -> None:
