@@ -168,6 +168,13 @@ def test_what_calls_a_library_is_not_kept(folder):
         assert (names(folder) if folder.exists() else []) == kept
 
 
+def test_what_a_program_takes_of_memory_is_kept_with_it(folder):
+    made = [compiled(lambda x: jnp.cumsum(x)[:5], "key", jnp.ones(1000))[0] for _ in range(2)]
+    assert [each.loaded for each in made] == [False, True]
+    assert made[0].num_bytes == made[1].num_bytes
+    assert made[0].num_bytes >= 4 * 1005  # of the argument and the result, at least
+
+
 def test_what_is_not_kept_is_not_in_the_cache_of_jax_either(folder):
     """From which it would be written down without its kernels."""
     one = jnp.ones(5)
