@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from purejaxppo.imports import import_matplotlib
 from purejaxppo.sweep import bootstrap_interval, iqm, show, span
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def draw_curves(path: Path, panels: dict[str, list[Result]]) -> None:
     Args:
         panels: the settings of each environment, the best first.
     """
+    import_matplotlib()
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -83,6 +85,7 @@ def _draw_curve(axes: Any, curve: Curve, of: int, label: str, style: str) -> Non
 
 def draw_sweep(path: Path, title: str, results: list[Result]) -> None:
     """Final return against each swept option, and a heat map where two make a full grid."""
+    import_matplotlib()
     from matplotlib.figure import Figure
 
     names = list(results[0].setting.swept)

@@ -645,24 +645,6 @@ def test_public_names_are_imported_when_asked_for():
     assert done.stderr.endswith("module 'purejaxppo' has no attribute 'nothing'\n")
 
 
-def test_what_packages_import_for_nothing_is_read_once_it_is_looked_into(tmp_path):
-    code = f"""
-import sys
-from purejaxppo import run
-assert run.main(["train", *{SMALL.split()}, "--total-timesteps", "32", "--run-dir", {str(tmp_path / "run")!r}]) == 0
-read = {{"jax._src.pallas.core", "mpl_toolkits.mplot3d", "orbax.checkpoint.experimental.v1.training"}}
-assert not read & sys.modules.keys(), read & sys.modules.keys()
-import jax.extend.pallas, matplotlib.pyplot
-from orbax.checkpoint.experimental import v1
-assert jax.extend.pallas.GridMapping and v1.save
-assert matplotlib.pyplot.axes(projection="3d").name == "3d"
-assert read <= sys.modules.keys()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    assert (tmp_path / "run" / "learning_curve.png").exists()
-
-
 def test_device_error_is_not_hidden(tmp_path, monkeypatch, capsys):
     """A disk that fills up is told in one line, with status 1."""
 
