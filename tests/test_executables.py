@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import types
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,9 @@ def setting(name, value):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where programs are kept, as if these were processes of the command line."""
+    """Where programs are kept, as if these were processes of the command line, and no code just written."""
     monkeypatch.setattr(executables, "_is_ours", lambda: True)
+    monkeypatch.setattr(purejaxppo, "started", time.time() + 10)
     cache = tmp_path / "cache"
     with (
         setting("jax_compilation_cache_dir", str(cache)),
