@@ -55,7 +55,7 @@ def import_jax() -> None:
 
 
 def import_matplotlib() -> None:
-    """Matplotlib writes down what each of its classes can be given: two fifths of its import."""
+    """Matplotlib writes down what each of its classes can be given: over a quarter of its import."""
     from matplotlib import artist
 
     with _replaced(artist, "kwdoc", lambda _: ""):

@@ -21,7 +21,6 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         gc.freeze()
         gc.enable()
-        gc.set_threshold(50_000)  # and later ones, too
     return cli.main(sys.argv[1:] if arguments is None else arguments)
 
 
