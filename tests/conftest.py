@@ -1,6 +1,5 @@
 """For all tests: eight CPU devices, a compilation cache, and a registry that each leaves as it was."""
 
-import gc
 import os
 import shutil
 from pathlib import Path
@@ -33,12 +32,6 @@ if jax.default_backend() != "cpu":
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     monkeypatch.setattr(envs, "_REGISTRY", dict(envs._REGISTRY))
-
-
-@pytest.fixture
-def collected():
-    yield
-    gc.collect()  # or what Orbax leaves would be another test's
 
 
 @pytest.fixture(scope="session")

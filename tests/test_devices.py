@@ -40,8 +40,8 @@ CONFIG = Config(
 HYPER = Hyper(learning_rate=0.01)
 
 
-def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1):
-    """What two iterations learned, their metrics, and an evaluation of 8 episodes."""
+def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1, evaluated=True):
+    """What two iterations learned, their metrics, and an evaluation of 8 episodes if asked for."""
     env = Poisoned(poison="obs")  # so devices have different numbers of valid steps
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
     plan = Plan(num_runs=num_runs, num_devices=1, block=block, shards=shards)
@@ -51,7 +51,7 @@ def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1):
     states = trainer.init(trainer.shard(np.arange(num_runs, dtype=np.uint32)), hypers, ())
     shared = np.int32(2), np.float32(config.iterations)
     states, metrics = trainer.chunk(states, hypers, shared)
-    episodes = trainer.evaluate(states, hypers, ())
+    episodes = trainer.evaluate(states, hypers, ()) if evaluated else None
     learned = trainer.fetch((states.params, states.obs_stats, states.return_stats.moments))
     return learned, trainer.fetch(metrics), trainer.fetch(episodes)
 
@@ -137,7 +137,7 @@ def test_every_device_has_environments_of_its_own(divided):
 def test_every_device_stops_at_the_same_update(options):
     config = dataclasses.replace(CONFIG, num_minibatches=4, **options)
     hyper = HYPER.replace(target_kl=1e-3, learning_rate=1e-3)
-    learned, metrics, _ = train(2, config, hyper, num_runs=2)
+    learned, metrics, _ = train(2, config, hyper, num_runs=2, evaluated=False)
     assert np.all(metrics.approx_kl[:, :, 0] > 0)
     chex.assert_trees_all_equal(own(learned, 0), own(learned, 1))
     np.testing.assert_array_equal(metrics.approx_kl[:, 0], metrics.approx_kl[:, 1])
@@ -145,8 +145,8 @@ def test_every_device_stops_at_the_same_update(options):
 
 @pytest.mark.on_cpus
 def test_environments_are_divided_in_a_block_of_runs_too():
-    together, _, _ = train(2, num_runs=2, block=2)
-    one_by_one, _, _ = train(2, num_runs=2)
+    together, _, _ = train(2, num_runs=2, block=2, evaluated=False)
+    one_by_one, _, _ = train(2, num_runs=2, evaluated=False)
     chex.assert_trees_all_equal(own(together, 0), own(together, 1))
     chex.assert_trees_all_close(together, one_by_one, rtol=1e-4, atol=1e-6)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from trainings import MODULE, ORBAX, PER_ITERATION, SMALL, assert_same, resume, train
+from trainings import MODULE, PER_ITERATION, SMALL, assert_same, resume, train
 
 import purejaxppo
 from purejaxppo import cpu, executables, machine, ppo
@@ -24,7 +24,7 @@ from purejaxppo import train as trainer_module
 from purejaxppo.envs import is_shipped, register
 from purejaxppo.executables import Executable, fingerprint
 
-pytestmark = [*ORBAX, pytest.mark.on_cpus]
+pytestmark = pytest.mark.on_cpus
 IS_OURS = executables._is_ours
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import yaml
 from trainings import (
-    ORBAX,
     PER_ITERATION,
     SMALL,
     latest,
@@ -29,8 +28,6 @@ from purejaxppo.display import Display
 from purejaxppo.policy import play
 from purejaxppo.types import Episode
 from purejaxppo.values import ConfigError
-
-pytestmark = ORBAX
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,8 @@ def test_moments_of_a_billion_samples_with_a_large_mean():
     merge = jax.jit(
         lambda m, x: jax.lax.fori_loop(
             0, 10_000, lambda _, m: update_moments(m, x, jnp.ones((1000, 100), bool)), m
-        )
+        ),
+        compiler_options={"xla_backend_optimization_level": 3},
     )
     moments = merge(init_moments((1,)), batch)
     assert moments.count == 1e9

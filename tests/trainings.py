@@ -9,13 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from purejaxppo import checkpoint, cli
+from purejaxppo import checkpoint, cli, executables
 
-# It leaves an event loop open where it fails to read.
-ORBAX = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.usefixtures("collected"),
-]
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
 
 
@@ -27,7 +22,10 @@ STEADY = "--no-anneal-learning-rate --eval-every 128 --eval-episodes 3 --checkpo
 
 
 def run(*arguments):
-    return cli.train_command([part for text in arguments for part in str(text).split("|")])
+    """A command as in a process of its own: what it compiles is kept for those after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executables, "_is_ours", lambda: True)
+        return cli.train_command([part for text in arguments for part in str(text).split("|")])
 
 
 def train(run_dir, iterations, *arguments, batch=PER_ITERATION):
