@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import itertools
 import logging
 import os
@@ -154,7 +155,7 @@ class Executable:
         self.num_bytes = num_bytes(compiled)
         # What JAX's cache had is not whole any more, once it is written down again. And what a program calls
         # must be registered by then, as tracing does.
-        if self.key is None or not _fresh.compiled or "custom_call" in self._lowered.as_text():
+        if self.key is None or not _fresh.compiled or self._calls_a_library():
             return compiled
         try:
             program, in_tree, _ = serialize(compiled)
@@ -163,6 +164,11 @@ class Executable:
         except Exception:  # it is needed no less where it cannot be kept
             _log.debug("cannot be kept: %s", self.key, exc_info=True)
         return compiled
+
+    def _calls_a_library(self) -> bool:
+        code = io.BytesIO()  # to write its text takes five times as long
+        self._lowered.compiler_ir().operation.write_bytecode(code)
+        return b"custom_call" in code.getvalue()
 
 
 def num_bytes(compiled: jax.stages.Compiled) -> int:
