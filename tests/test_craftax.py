@@ -36,13 +36,13 @@ def test_running_out_of_time_is_no_death():
     theirs = craftax_env.make_craftax_env_from_name(CLASSIC, auto_reset=False)
     params = theirs.default_params.replace(max_timesteps=2)
     state, _ = jax.jit(ours.reset)(jax.random.key(0))
-    late = state.replace(timestep=jnp.int32(1))
+    late = state.replace(timestep=state.timestep + 1)
     _, step = jax.jit(ours.step)(jax.random.key(1), late, WAIT)
     *_, done, _ = theirs.step(jax.random.key(1), late, WAIT, params)
     assert done
     assert not step.terminated
     assert ours.max_episode_steps == 2
-    dying = state.replace(player_health=jnp.int32(0))
+    dying = state.replace(player_health=state.player_health * 0)
     assert jax.jit(ours.step)(jax.random.key(1), dying, WAIT)[1].terminated
 
 
@@ -66,7 +66,7 @@ def test_arguments_and_names():
 )
 def test_worlds_draw_themselves(name):
     env = envs.make(f"craftax/{name}")
-    state, _ = env.reset(jax.random.key(0))
+    state, _ = jax.jit(env.reset)(jax.random.key(0))
     picture = env.render(state)
     assert picture.dtype == np.uint8
     assert picture.shape[2] == 3
