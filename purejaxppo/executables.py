@@ -115,7 +115,7 @@ class Executable:
         if self.key is not None:
             module = lowered.compiler_ir()
             with module.context:
-                name = ir.StringAttr.get(f"jit_program_{self.key[:16]}")
+                name = ir.StringAttr.get(_module_name(self.key))
                 module.operation.attributes["sym_name"] = name
         return lowered
 
@@ -196,7 +196,11 @@ class _Files(dict[str, "_Kept | None"]):
         return self[effort]
 
     def write(self, effort: str, kept: _Kept) -> None:
-        """Writes a file, and removes those used longest ago that there is no room for."""
+        """Writes a file, and removes those used longest ago that there is no room for.
+
+        What JAX's cache has of it goes: whoever loses this file compiles anew, and can keep that.
+        """
+        assert self._key is not None
         path = self._path(effort)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
@@ -205,6 +209,8 @@ class _Files(dict[str, "_Kept | None"]):
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
+        for cached in path.parent.parent.glob(f"{_module_name(self._key)}-*"):
+            cached.unlink(missing_ok=True)
         room = _MOST_BYTES
         with contextlib.suppress(FileNotFoundError):  # another process removes them, too
             files = [(file.stat().st_mtime, file) for file in path.parent.iterdir()]
@@ -216,6 +222,11 @@ class _Files(dict[str, "_Kept | None"]):
     def _path(self, effort: str) -> Path:
         folder = Path(jax.config.values["jax_compilation_cache_dir"]) / "executables"
         return folder / f"{self._key}-{effort}"
+
+
+def _module_name(key: str) -> str:
+    """Of a program's module, by which JAX's cache names its files."""
+    return f"jit_program_{key[:16]}"
 
 
 _log = logging.getLogger(__name__)
