@@ -202,6 +202,22 @@ class Recall(Probe):
 
 
 @dataclass(frozen=True)
+class Bits(Probe):
+    """Images of zeros and ones, as MinAtar's, that turn round; earns 1 a step where the first is set."""
+
+    max_episode_steps: int | None = 20
+    observation_space: ClassVar[Any] = Box(0.0, 1.0, (10, 10, 4))
+
+    def reset(self, key):
+        bits = jax.random.bernoulli(key, 0.2, (10, 10, 4))
+        return bits, bits
+
+    def step(self, key, state, action):
+        state = jnp.roll(state, action, axis=0)
+        return state, TimeStep(state, state[0, 0, 0].astype(jnp.float32), NO(), NO())
+
+
+@dataclass(frozen=True)
 class Misshapen(Probe):
     """Gives one field of its time step an axis too many."""
 

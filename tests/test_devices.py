@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from probes import Poisoned
+from trainings import quickly
 
 from purejaxppo import checkpoint, processes
 from purejaxppo.config import Config, Hyper, RunOptions, Settings
@@ -59,6 +60,12 @@ def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1, evaluated=Tru
 def own(tree, device):
     """Of the arrays [R, D, ...] those of a device."""
     return jax.tree.map(lambda x: x[:, device], tree)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quickly():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +140,7 @@ def test_every_device_has_environments_of_its_own(divided):
 
 
 @pytest.mark.on_cpus
-@pytest.mark.parametrize("options", [{}, {"minibatches": "sequences"}, {"gru_units": 4}])
+@pytest.mark.parametrize("options", [{}, {"gru_units": 4}])
 def test_every_device_stops_at_the_same_update(options):
     config = dataclasses.replace(CONFIG, num_minibatches=4, **options)
     hyper = HYPER.replace(target_kl=1e-3, learning_rate=1e-3)
@@ -253,7 +260,8 @@ def finish(*processes):
 
 
 def test_a_signal_to_one_process_stops_both(tmp_path):
-    long = [*SWEEP.split(), "--total-timesteps", "1e8", "--eval-every", "0"]
+    long = [*SWEEP.split(), "--total-timesteps", "1e8", "--metrics-rows", "0"]
+    long += ["--eval-every", "none", "--eval-episodes", "0"]
     processes = start_two(*long, own=directories(tmp_path / "of0", tmp_path / "of1"))
     metrics = tmp_path / "of0" / "metrics.csv"
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
@@ -344,16 +352,12 @@ def test_processes_that_were_given_different_options_say_which(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_processes_that_go_on_from_different_checkpoints_say_so(tmp_path):
+def test_processes_that_go_on_from_different_checkpoints_say_so(trained, tmp_path):
     """As from a copy that a machine has of its own."""
-    options = [*SWEEP.split(), "--num-seeds", "1", "--eval-every", "none", "--eval-episodes", "0"]
-    steps = ["--total-timesteps", "128"]
-    here, there = tmp_path / "here", tmp_path / "there"
-    finish(start(2, *options, *steps, "--run-dir", here))
-    shutil.copytree(here, there)
-    finish(start(2, "--resume", there, "--total-timesteps", "192"))
+    here, there = (shutil.copytree(trained, tmp_path / name) for name in ("here", "there"))
+    shutil.rmtree(there / "checkpoints" / "0" / "11")
     own = [("--resume", path) for path in (here, there)]
-    for process in start_two("--total-timesteps", "256", own=own):
+    for process in start_two("--total-timesteps", "512", own=own):
         _, err = process.communicate(timeout=120)
         assert process.returncode == 2
         assert "the processes were given different --resume" in err

@@ -1,6 +1,5 @@
 """What stops a training: signals, a terminal that is gone, and being killed; and what a machine is called."""
 
-import json
 import os
 import random
 import signal
@@ -47,36 +46,36 @@ def test_a_closed_terminal_is_ignored_where_it_was(closing):
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, number, closing):
+def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, closing):
+    """By Ctrl-C, and then, as it goes on, by a terminal that is closed."""
     closing(signal.SIG_DFL)
     path, whole = tmp_path / "stopped here", tmp_path / "whole"
     options = [*STEADY.split()[:1], "--eval-every", "96000", "--eval-episodes", "2"]
-    options += ["--metrics-rows", "7"]  # rows are means over many iterations
-    process = start(path, *options, "--num-seeds", "2", steps="4e5")
-    wait_for(has_rows(path, 1), process)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert "Traceback" not in err
-    assert ("stops after what is being compiled, trained or evaluated" in err) == (
-        number == signal.SIGINT
-    )
-    assert "interrupted after" in out
-    assert f"to go on: python -m purejaxppo.run --resume '{path}'" in out
-    assert 0 < latest(path).iteration < 12500
-    summary = json.loads((path / "summary.json").read_text())
-    assert summary["interrupted"]
-    assert int(rows(path / "metrics.csv")[-1]["env_steps"]) == summary["env_steps"] > 0
-    resumed = start_resumed(path)
-    _, err = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, err
-    never = start(whole, *options, "--num-seeds", "2", steps="4e5")
-    _, err = never.communicate(timeout=120)
-    assert never.returncode == 0, err
+    options += ["--metrics-rows", "7", "--num-seeds", "2"]  # rows are means over many iterations
+    process, reached, lines = start(path, *options, steps="4e5"), 0, 1
+    for number in (signal.SIGINT, signal.SIGHUP):
+        wait_for(has_rows(path, lines), process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert "Traceback" not in err
+        assert ("stops after what is being compiled, trained or evaluated" in err) == (
+            number == signal.SIGINT
+        )
+        assert "interrupted after" in out
+        assert f"to go on: python -m purejaxppo.run --resume '{path}'" in out
+        assert reached < latest(path).iteration < 12500
+        reached, lines = latest(path).iteration, 1 + len(rows(path / "metrics.csv"))
+        summary = read_summary(path)
+        assert summary["interrupted"]
+        assert int(rows(path / "metrics.csv")[-1]["env_steps"]) == summary["env_steps"] > 0
+        process = start_resumed(path)
+    for finished in (process, start(whole, *options, steps="4e5")):
+        _, err = finished.communicate(timeout=120)
+        assert finished.returncode == 0, err
     assert_same(path, whole)
     assert (path / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
-    assert not json.loads((path / "summary.json").read_text())["interrupted"]
+    assert not read_summary(path)["interrupted"]
 
 
 @pytest.mark.parametrize("make", [os.pipe, os.openpty])
@@ -90,7 +89,7 @@ def test_a_training_outlives_who_reads_what_it_says(tmp_path, make):
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert latest(tmp_path / "run").iteration == 3125
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] == 100_000
+    assert read_summary(tmp_path / "run")["env_steps"] == 100_000
 
 
 def test_ctrl_c_is_heard_while_an_evaluation_runs(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from iterations import jit, setup_and_state
+from probes import Bits
 
 from purejaxppo import envs, ppo, scans
 from purejaxppo.config import Hyper
@@ -106,15 +107,18 @@ def test_numbers_of_environments_are_one_array():
 @pytest.mark.parametrize(
     ("env", "options"),
     [
-        ("MountainCarContinuous-v0", {"normalize_rewards": True, "recompute_advantages": True}),
-        ("Breakout-MinAtar", {}),
-        ("CartPole-v1", {"gru_units": 4, "num_steps": 40}),
+        (
+            envs.make("MountainCarContinuous-v0"),
+            {"normalize_rewards": True, "recompute_advantages": True},
+        ),
+        (Bits(), {}),
+        (envs.make("CartPole-v1"), {"gru_units": 4, "num_steps": 40}),
     ],
 )
 def test_iterations_as_on_an_accelerator(env, options, monkeypatch):
     """All its branches at once, of two runs side by side: what is learned differs by rounding."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    setup, state, hyper = setup_and_state(envs.make(env), Hyper(target_kl=0.05), **options)
+    setup, state, hyper = setup_and_state(env, Hyper(target_kl=0.05), **options)
     state, hyper = jax.tree.map(lambda x: jnp.stack([x, x]), (state, hyper))
     runs = state, hyper.replace(learning_rate=hyper.learning_rate * jnp.array([1.0, 2.0]))
 
@@ -127,7 +131,7 @@ def test_iterations_as_on_an_accelerator(env, options, monkeypatch):
 
     expected, on_cpu = both(setup)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found, on_gpu = both(make_setup(setup.config, envs.make(env)))
+    found, on_gpu = both(make_setup(setup.config, env))
     assert on_gpu != on_cpu
     chex.assert_trees_all_close(found[1], expected[1], rtol=2e-3, atol=1e-5)
     chex.assert_trees_all_close(found[0].params, expected[0].params, rtol=0, atol=2e-4)

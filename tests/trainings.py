@@ -1,5 +1,6 @@
 """Small trainings by the command line, and processes of them."""
 
+import contextlib
 import csv
 import json
 import subprocess
@@ -9,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from purejaxppo import checkpoint, cli, executables
+from purejaxppo import checkpoint, cli, effort, executables
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
 
@@ -26,6 +27,17 @@ def run(*arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executables, "_is_ours", lambda: True)
         return cli.train_command([part for text in arguments for part in str(text).split("|")])
+
+
+@contextlib.contextmanager
+def quickly():
+    """What `Trainer` compiles runs once or twice: with the least effort."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "purejaxppo.train.compiler_options",
+            lambda setup, quick: effort.compiler_options(setup, quick=True),
+        )
+        yield
 
 
 def train(run_dir, iterations, *arguments, batch=PER_ITERATION):
