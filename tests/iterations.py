@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from purejaxppo import ppo, rollouts
+from purejaxppo import ppo, rollouts, updates
 from purejaxppo.config import Config, Hyper
 from purejaxppo.train import as_arrays, make_setup
 
@@ -16,6 +16,13 @@ jit = functools.partial(jax.jit, compiler_options=FAST)
 advantages = jit(rollouts.advantages, static_argnums=0)
 init = jit(ppo.init, static_argnums=0)
 iterate = jit(ppo.iterate, static_argnums=0)
+draw = jit(rollouts.draw, static_argnums=0)
+update = jit(updates.update, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # also within others
+def apply(agent, *arguments):
+    return agent.apply(*arguments)
 
 
 def roll(setup, state, key):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import scipy.stats
 from flax import struct
+from iterations import advantages, apply, init, rollout
 
-from purejaxppo import envs, ppo, rollouts
+from purejaxppo import envs
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs import Vectorized
 from purejaxppo.envs.brax import BraxEnvironment
@@ -105,19 +106,18 @@ def test_the_value_after_a_time_limit_is_that_of_the_final_observation():
     env = BraxEnvironment(Walk(), episode_length=4)
     config = Config(num_envs=3, num_steps=8, torso_layers=(8,), num_minibatches=1, pool_size=1)
     setup, hyper = make_setup(config, env), as_arrays(Hyper(gamma=0.9, gae_lambda=0.0))
-    state = ppo.init(setup, jax.random.key(0), hyper)
-    before, data = state, None
-    state, data = rollouts.rollout(setup, state, rollouts.draw(setup, jax.random.key(1)))
+    before = init(setup, jax.random.key(0), hyper)
+    state, data = rollout(setup, before, jax.random.key(1))
     steps = data.transitions
     np.testing.assert_array_equal(np.flatnonzero(steps.truncated[:, 0]), [3, 7])
     final = steps.obs[3] + jnp.clip(steps.action[3], -1, 1)
     assert np.abs(final - steps.obs[4]).min() > 1e-3  # the next one acted on is a new start
 
     def value(obs):
-        output = setup.agent.apply(before.params, before.obs_stats, obs, (), jnp.zeros(3, bool))
-        return output.value
+        nothing = jnp.zeros(3, bool)
+        return apply(setup.agent, before.params, before.obs_stats, obs, (), nothing).value
 
-    advantage = rollouts.advantages(setup, state, data, hyper)
+    advantage = advantages(setup, state, data, hyper)
     expected = steps.reward[3] + 0.9 * value(final) - steps.value[3]
     np.testing.assert_allclose(advantage[3], expected, rtol=1e-4, atol=1e-5)
 

@@ -15,6 +15,7 @@ from trainings import (
     MODULE,
     PER_ITERATION,
     SMALL,
+    UNEVALUATED,
     assert_same,
     has_rows,
     latest,
@@ -112,7 +113,7 @@ def test_a_program_that_had_not_begun_keeps_its_blocks(tmp_path, monkeypatch, tw
 
 def test_what_was_said_once_is_said_again(tmp_path, capsys):
     path = tmp_path / "run"
-    assert train(path, 4, "--anneal-clip-eps") == 0
+    assert train(path, 4, "--anneal-clip-eps", *UNEVALUATED) == 0
     for iterations in (8, 8):
         assert resume(path, f"--total-timesteps|{iterations * PER_ITERATION}") == 0
         assert "was to end at iteration 4: stretched" in capsys.readouterr().out
@@ -228,38 +229,33 @@ def test_a_training_killed_before_its_first_checkpoint_begins_anew(copied, tmp_p
     assert_same(copied, whole)
 
 
-def test_more_or_fewer_devices_share_the_environments(tmp_path):
+@pytest.mark.on_cpus
+def test_more_or_fewer_devices_share_the_environments(tmp_path, capsys):
     """Saved as by one device; eight are told that the sums are in another order."""
-    options = ["--num-envs", "8", "--num-minibatches", "1", "--normalize-rewards"]
+    options = ["--num-envs", "8", "--num-minibatches", "1", "--normalize-rewards", *UNEVALUATED]
     one, eight = tmp_path / "one", tmp_path / "eight"
     assert train(one, 3, *options, batch=128) == 0
     assert train(eight, 3, *options, "--shard", "environments", batch=128) == 0
     saved, shared = latest(one), latest(eight)
     for name, array in saved.arrays.items():
         assert shared.arrays[name].shape == array.shape
+    capsys.readouterr()
     assert resume(one, "--total-timesteps|768", "--shard|environments") == 0
+    assert "not bit for bit: " in capsys.readouterr().out
     assert resume(eight, "--total-timesteps|768", "--shard|runs") == 0
     assert latest(one).iteration == latest(eight).iteration == 6
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--runs-per-block", "3"],
-        pytest.param(["--shard", "environments"], marks=pytest.mark.on_cpus),
-    ],
-)
-def test_what_is_not_bit_for_bit_is_said(tmp_path, capsys, arguments):
-    options = ["--num-envs", "8", "--num-minibatches", "1", "--num-seeds", "2"]
-    assert train(tmp_path / "run", 2, *options, batch=128) == 0
-    assert resume(tmp_path / "run", "--total-timesteps|512", *arguments) == 0
+def test_what_is_not_bit_for_bit_is_said(copied, capsys):
+    more = f"--total-timesteps|{12 * PER_ITERATION}"
+    assert resume(copied, more, "--runs-per-block|3", *UNEVALUATED) == 0
     assert "not bit for bit: " in capsys.readouterr().out
 
 
 @pytest.mark.on_cpus
 def test_another_effort_is_said(tmp_path, capsys):
     path = tmp_path / "run"
-    assert train(path, 2, "--eval-episodes", "0", "--eval-every", "none") == 0
+    assert train(path, 2, *UNEVALUATED) == 0
     assert "quickly" in capsys.readouterr().out
     assert latest(path).facts["effort"] == "quick"
     assert resume(path, f"--total-timesteps|{4 * PER_ITERATION}") == 0
@@ -436,9 +432,10 @@ def test_the_same_numbers_in_another_type():
 def test_two_processes_in_one_directory(copied, capsys):
     with rundir.lock(copied):
         assert "another process is training here" in refused(capsys, "--resume", copied)
-    process = start(copied.parent / "new")
-    wait_for(has_rows(copied.parent / "new"), process)
-    assert "another process" in refused(capsys, "--resume", copied.parent / "new")
+    new = copied.parent / "new"
+    process = start(new, *UNEVALUATED, "--metrics-rows", "0")
+    wait_for(has_rows(new), process)
+    assert "another process" in refused(capsys, "--resume", new)
     process.kill()
     process.communicate()
 
@@ -491,7 +488,7 @@ def tmpfs(tmp_path):
 def test_a_full_disk(tmpfs, tmp_path):
     """One line and status 1; once there is room, the training goes on as if nothing had been."""
     path, whole = tmpfs / "run", tmp_path / "whole"
-    options = ["--no-anneal-learning-rate", "--checkpoint-iterations", "100", "--eval-every", "0"]
+    options = ["--no-anneal-learning-rate", "--checkpoint-iterations", "100", *UNEVALUATED]
     options += ["--keep", "1000", "--metrics-rows", "0"]
     process = start(path, *options, steps="1.6e5")
     out, err = process.communicate(timeout=120)

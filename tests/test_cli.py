@@ -13,8 +13,9 @@ import jax
 import numpy as np
 import probes
 import pytest
+import trainings
 import yaml
-from trainings import SMALL, rows
+from trainings import SMALL, UNEVALUATED, rows
 
 import purejaxppo
 from purejaxppo import cli, envs, host, machine, program, report, run
@@ -31,7 +32,7 @@ from purejaxppo.values import ConfigError
 
 
 def train(*arguments):
-    return cli.train_command([*SMALL.split(), *arguments])
+    return trainings.run(*SMALL.split(), *arguments, pictures=True)
 
 
 @pytest.fixture(scope="module")
@@ -252,10 +253,8 @@ def test_memory_decides_the_block(monkeypatch):
 
 def test_what_is_swept_need_not_fit_before(tmp_path):
     """3 minibatches divide the samples of every setting, but not those of the default."""
-    assert train(
-        "--num-minibatches", "3", "--sweep", "num_envs=3,6", "--total-timesteps", "96",
-        "--eval-episodes", "0", "--run-dir", str(tmp_path / "run"),
-    ) == 0  # fmt: skip
+    options = ["--num-minibatches", "3", "--sweep", "num_envs=3,6", "--total-timesteps", "96"]
+    assert train(*options, *UNEVALUATED, "--run-dir", str(tmp_path / "run")) == 0
 
 
 def test_an_interrupted_sweep_keeps_what_was_done(tmp_path, monkeypatch, capsys):

@@ -1,18 +1,19 @@
 """Environments outside of the program: one pool for all runs, resets a step late, true scores."""
 
 import dataclasses
-import functools
 
+import iterations
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from iterations import jit
 from PIL import Image, ImageSequence
 from probes import Probe
 from trainings import SMALL
 
-from purejaxppo import cli, envs, machine, ppo, rollouts, stats
+from purejaxppo import cli, envs, machine, stats
 from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.effort import compiler_options
@@ -31,8 +32,6 @@ except ImportError:
     envpool = None
 
 needs_envpool = pytest.mark.skipif(envpool is None, reason="EnvPool is an extra")
-FAST = {"xla_backend_optimization_level": 0}
-jit = functools.partial(jax.jit, compiler_options=FAST)
 
 
 def play(name, actions, seeds=(0,), num_envs=2, **arguments):
@@ -132,22 +131,21 @@ def test_a_clipped_reward_leaves_the_score_alone():
 class LateState(struct.PyTreeNode):
     obs: jax.Array
     t: jax.Array
+    lie: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
 class Late:
-    """Two environments of three steps that earn 1 each; then a step that only resets, and lies."""
+    """Two environments of three steps that earn 1 each; then a step that only resets, and may lie."""
 
     observation_space, action_space = Box(-9.0, 9.0, (1,)), Discrete(2)
     max_episode_steps, may_truncate, num_envs, external, pool_size = None, True, 2, True, 0
-
-    def __init__(self, lie):
-        self.lie = lie
 
     def prepare(self):
         pass
 
     def reset(self, key):
-        return LateState(jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32))
+        return LateState(jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32), jnp.zeros(()))
 
     def begin_rollout(self, key, state):
         return state
@@ -160,14 +158,19 @@ class Late:
         t = jnp.where(late, 0, state.t + 1)
         ended = t == 3
         obs = t.astype(jnp.float32)[:, None]
-        reward = jnp.where(late, self.lie, 1.0)
+        reward = jnp.where(late, state.lie, 1.0)
         timestep = TimeStep(
             obs, reward, ended & (jnp.arange(2) == 0), ended & (jnp.arange(2) == 1), ~late
         )
-        return LateState(obs, t), timestep, Episode(ended, jnp.full(2, 3.0), jnp.full(2, 3))
+        return (
+            LateState(obs, t, state.lie),
+            timestep,
+            Episode(ended, jnp.full(2, 3.0), jnp.full(2, 3)),
+        )
 
 
-def late_iteration(lie, gru_units=None):
+def begun_late(gru_units=None):
+    """A training of such environments, before its first iteration."""
     config = Config(
         gru_units=gru_units,
         num_envs=2,
@@ -178,16 +181,17 @@ def late_iteration(lie, gru_units=None):
         normalize_observations=True,
         normalize_rewards=True,
     )
-    setup = make_setup(config, Probe())._replace(env=Late(lie))
+    setup = make_setup(config, Probe())._replace(env=Late())
     hyper = as_arrays(Hyper(learning_rate=0.01, gamma=0.5, gae_lambda=1.0))
-    state = jit(ppo.init, static_argnums=0)(setup, jax.random.key(0), hyper)
-    return setup, hyper, state, jit(ppo.iterate, static_argnums=0)(setup, state, hyper, 10.0)
+    return setup, iterations.init(setup, jax.random.key(0), hyper), hyper
 
 
 @pytest.mark.parametrize("gru_units", [None, 4])
 def test_a_late_reset_counts_for_nothing(gru_units):
-    _, _, _, (state, metrics) = late_iteration(0.0, gru_units)
-    _, _, _, (other, others) = late_iteration(1e6, gru_units)
+    setup, begun, hyper = begun_late(gru_units)
+    state, metrics = iterations.iterate(setup, begun, hyper, 10.0)
+    lying = begun.replace(env_state=begun.env_state.replace(lie=jnp.float32(1e6)))
+    other, others = iterations.iterate(setup, lying, hyper, 10.0)
     for a, b in zip(
         jax.tree.leaves((state.params, state.obs_stats, state.return_stats, metrics)),
         jax.tree.leaves((other.params, other.obs_stats, other.return_stats, others)),
@@ -202,19 +206,16 @@ def test_a_late_reset_counts_for_nothing(gru_units):
 
 
 def test_an_episode_begins_after_the_late_reset():
-    setup, _, state, _ = late_iteration(0.0)
-    draws = rollouts.draw(setup, jax.random.key(1))
-    _, data = jit(rollouts.rollout, static_argnums=0)(setup, state, draws)
-    steps = data.transitions
+    setup, state, _ = begun_late()
+    steps = iterations.rollout(setup, state, jax.random.key(1))[1].transitions
     np.testing.assert_array_equal(steps.first, steps.obs[..., 0] == 0)  # the final one shows 3
     assert steps.first.sum() == 2 * 3
 
 
 def test_a_truncation_is_valued_by_what_is_acted_on_in_vain():
-    setup, hyper, state, _ = late_iteration(0.0)
-    draws = rollouts.draw(setup, jax.random.key(1))
-    after, data = jit(rollouts.rollout, static_argnums=0)(setup, state, draws)
-    advantage = np.asarray(rollouts.advantages(setup, after, data, hyper))
+    setup, state, hyper = begun_late()
+    after, data = iterations.rollout(setup, state, jax.random.key(1))
+    advantage = np.asarray(iterations.advantages(setup, after, data, hyper))
     steps = data.transitions
     value = np.asarray(steps.value)
     scale = float(stats.return_scale(state.return_stats))
@@ -391,14 +392,10 @@ def test_a_training_and_its_resumption(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(envpool, "make", lambda *a, **k: words.append(k["seed"]) or seeded(*a, **k))
     for steps in ("96", "128"):
         assert cli.train_command(["--resume", run_dir, "--total-timesteps", steps]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "not bit for bit: environments outside of the program begin anew" in said
     assert len(words) == 4  # to train and to evaluate, each time with others
     assert len({word for seeds in words for word in seeds}) == sum(map(len, words))
-    capsys.readouterr()
-    assert cli.train_command(["--resume", run_dir, "--total-timesteps", "160"]) == 0
-    out = capsys.readouterr().out
-    assert "not bit for bit: environments outside of the program begin anew" in " ".join(
-        out.split()
-    )
     assert cli.evaluate_command([run_dir, "--episodes", "3"]) == 0
     assert play_policy(load_policy(run_dir, run=1), 20).ended.sum() == 20  # in two rounds
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from trainings import MODULE, PER_ITERATION, SMALL, assert_same, resume, train
+from trainings import MODULE, PER_ITERATION, SMALL, UNEVALUATED, assert_same, resume, train
 
 import purejaxppo
 from purejaxppo import cpu, executables, machine, ppo
@@ -26,7 +26,6 @@ from purejaxppo.executables import Executable, fingerprint
 
 pytestmark = pytest.mark.on_cpus
 IS_OURS = executables._is_ours
-UNEVALUATED = ["--eval-every", "none", "--eval-episodes", "0"]
 
 
 @contextlib.contextmanager
@@ -69,12 +68,18 @@ def forbid_tracing(monkeypatch, *also):
 
 
 def test_again_is_loaded_and_trains_the_same(tmp_path, monkeypatch, capsys):
-    assert train(tmp_path / "first", 4) == 0
+    """Where it goes on, with other seeds, steps and hyperparameters too."""
+    assert train(tmp_path / "whole", 8) == 0
     assert "\ncompiled in" in capsys.readouterr().out
     forbid_tracing(monkeypatch, (ppo, "init"))
-    assert train(tmp_path / "again", 4) == 0
+    assert train(tmp_path / "parts", 4) == 0
     assert "\nloaded as compiled before, in" in capsys.readouterr().out
-    assert_same(tmp_path / "first", tmp_path / "again")
+    assert resume(tmp_path / "parts", "--total-timesteps", 8 * PER_ITERATION) == 0
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    for number, given in enumerate((["--seed", "7"], ["--gamma", "0.9"])):
+        assert train(tmp_path / str(number), 5, *given) == 0
+    with pytest.raises(AssertionError, match="traced"):
+        train(tmp_path / "other", 4, "--activation", "relu")
 
 
 @pytest.mark.parametrize(
@@ -87,23 +92,6 @@ def test_programs_of_several_devices_are_kept(tmp_path, monkeypatch, given):
     forbid_tracing(monkeypatch)
     assert train(tmp_path / "again", 2, *given, batch=batch) == 0
     assert_same(tmp_path / "first", tmp_path / "again")
-
-
-def test_seeds_and_steps_are_no_part_of_a_program(tmp_path, monkeypatch):
-    assert train(tmp_path / "first", 4, *UNEVALUATED) == 0
-    forbid_tracing(monkeypatch)
-    for number, given in enumerate((["--seed", "7"], ["--gamma", "0.9"])):
-        assert train(tmp_path / str(number), 5, *given, *UNEVALUATED) == 0
-    with pytest.raises(AssertionError, match="traced"):
-        train(tmp_path / "other", 4, "--activation", "relu")
-
-
-def test_what_goes_on_is_loaded_too(tmp_path, monkeypatch):
-    assert train(tmp_path / "whole", 8) == 0
-    forbid_tracing(monkeypatch)
-    assert train(tmp_path / "parts", 4) == 0
-    assert resume(tmp_path / "parts", "--total-timesteps", 8 * PER_ITERATION) == 0
-    assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_long_training_has_a_program_of_its_own(tmp_path, monkeypatch, folder):
@@ -338,7 +326,7 @@ def test_commands_find_what_others_compiled(tmp_path):
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "there")}
     module = [sys.executable, "-m", "purejaxppo.run"]
     script = [str(Path(sys.executable).with_name("purejaxppo")), "train"]
-    begun = [*SMALL.split(), "--total-timesteps", "32", "--run-dir"]
+    begun = [*SMALL.split(), *UNEVALUATED, "--total-timesteps", "32", "--run-dir"]
     gone_on = ["--total-timesteps", "64", "--resume"]
     for command, options, name, said in (
         (module, begun, "first", "\ncompiled in"),

@@ -10,6 +10,7 @@ from trainings import (
     MODULE,
     PER_ITERATION,
     STEADY,
+    UNEVALUATED,
     assert_same,
     has_rows,
     latest,
@@ -82,7 +83,7 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, closing):
 def test_a_training_outlives_who_reads_what_it_says(tmp_path, make):
     """As before `| head -1`, or on a terminal that is gone."""
     ours, theirs = make()
-    process = start(tmp_path / "run", steps="1e5", stdout=theirs)
+    process = start(tmp_path / "run", *UNEVALUATED, steps="1e5", stdout=theirs)
     os.close(theirs)
     assert b"environ" in os.read(ours, 11)
     os.close(ours)

@@ -1,16 +1,28 @@
 """A network with a memory: what it remembers, forgets and learns."""
 
+import dataclasses
+
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from iterations import SMALL, jit, roll, rollout, setup_and_state
+from iterations import (
+    SMALL,
+    advantages,
+    apply,
+    draw,
+    jit,
+    roll,
+    rollout,
+    setup_and_state,
+    update,
+)
 from probes import Clock, Poisoned, Recall
 from test_losses import numpy_gae
 
-from purejaxppo import rollouts, updates
+from purejaxppo import rollouts
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.envs.base import Vectorized
@@ -36,7 +48,7 @@ def one_by_one(setup, state, steps):
     """The values [T, N] and memories [T, N, H] of steps in a row, one after the other."""
     carry, given = jnp.zeros_like(state.carry), []
     for obs, first in zip(steps.obs, steps.first, strict=True):
-        output = setup.agent.apply(state.params, state.obs_stats, obs, carry, first)
+        output = apply(setup.agent, state.params, state.obs_stats, obs, carry, first)
         carry = output.carry
         given.append((output.value, carry))
     return jax.tree.map(lambda *x: jnp.stack(x), *given)
@@ -91,8 +103,11 @@ def test_steps_in_a_row_are_those_one_by_one_and_an_episode_begins_without_memor
     _, second = rollout(setup, after, jax.random.key(2))
     steps = jax.tree.map(lambda *x: jnp.concatenate(x), first.transitions, second.transitions)
     value, memory = one_by_one(setup, state, steps)
-    at_once = setup.agent.apply(
-        state.params, state.obs_stats, *by_environment(steps.obs, state.carry, steps.first)
+    at_once = apply(
+        setup.agent,
+        state.params,
+        state.obs_stats,
+        *by_environment(steps.obs, state.carry, steps.first),
     )
     np.testing.assert_allclose(at_once.value.T, value, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(at_once.carry, memory[-1], rtol=1e-4, atol=1e-5)
@@ -108,7 +123,8 @@ def test_steps_in_a_row_are_those_one_by_one_and_an_episode_begins_without_memor
         one_by_one(setup, begun, alone)[0][:, 0], value[t:, n], rtol=1e-5, atol=1e-6
     )
     forgotten = alone.replace(first=alone.first.at[0].set(False))
-    changed = setup.agent.apply(
+    changed = apply(
+        setup.agent,
         state.params,
         state.obs_stats,
         forgotten.obs[0],
@@ -138,14 +154,15 @@ def test_the_value_after_a_time_limit_is_with_the_memory_before_it(env):
     next_value = []
     seen = jnp.concatenate([steps.obs[1:], after.env_state.obs[None]])
     for t in range(len(steps.obs)):
-        carry = setup.agent.apply(state.params, None, steps.obs[t], carry, steps.first[t]).carry
+        acted = setup.agent, state.params, None
+        carry = apply(*acted, steps.obs[t], carry, steps.first[t]).carry
         final = steps.obs[t] + jnp.array([1.0, 0.0]) if isinstance(env, Clock) else None
         if final is None:  # a walk, of which only the slot knows where it went
             final = data.final.obs[t // env.max_episode_steps]
         ended = (steps.truncated | steps.terminated)[t]
         next_obs = jnp.where(ended[:, None], final, seen[t])
         nothing = jnp.zeros(len(ended), bool)
-        next_value.append(setup.agent.apply(state.params, None, next_obs, carry, nothing).value)
+        next_value.append(apply(*acted, next_obs, carry, nothing).value)
     arrays = steps.reward, steps.value, jnp.stack(next_value)
     expected = numpy_gae(
         *(np.asarray(x, np.float64) for x in arrays), steps.terminated, steps.truncated, 0.9, 0.7
@@ -156,10 +173,10 @@ def test_the_value_after_a_time_limit_is_with_the_memory_before_it(env):
 def first_update(setup, state, hyper, **changes):
     """Metrics of the update after a rollout of which this was changed."""
     after, data = rollout(setup, state, jax.random.key(3))
-    advantage = rollouts.advantages(setup, after, data, hyper)
-    order = rollouts.draw(setup, jax.random.key(4)).order
+    advantage = advantages(setup, after, data, hyper)
+    order = draw(setup, jax.random.key(4)).order
     data = data.replace(**changes)
-    return jit(updates.update, static_argnums=0)(setup, after, data, advantage, hyper, order)
+    return update(setup, after, data, advantage, hyper, order)
 
 
 def test_the_ratio_is_one_with_the_memory_that_acted():
@@ -176,17 +193,18 @@ def test_the_ratio_is_one_with_the_memory_that_acted():
 
 
 def test_sequences_may_be_learnt_from_in_parts():
+    setup, state, hyper = remembering(Poisoned(scale=0.02), update_epochs=1)
+    after, data = rollout(setup, state, jax.random.key(3))
+    advantage = advantages(setup, after, data, hyper)
+    order = draw(setup, jax.random.key(4)).order
     learned = []
     for size in (None, 14, 7):
-        setup, state, hyper = remembering(
-            Poisoned(scale=0.02), update_epochs=1, microbatch_size=size
-        )
-        assert rollouts.num_microbatches(setup) == {None: 1, 14: 2, 7: 4}[size]
-        learned.append(first_update(setup, state, hyper)[0].params)
+        config = dataclasses.replace(setup.config, microbatch_size=size)
+        in_parts = setup._replace(config=config)
+        assert rollouts.num_microbatches(in_parts) == {None: 1, 14: 2, 7: 4}[size]
+        learned.append(update(in_parts, after, data, advantage, hyper, order)[0].params)
     for other in learned[1:]:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), learned[0], other
-        )
+        chex.assert_trees_all_close(learned[0], other, rtol=1e-4, atol=1e-6)
 
 
 def test_its_weights_begin_orthogonal():
@@ -220,12 +238,13 @@ def test_sequences_of_images_are_images_one_by_one():
             value.append(output.value)
         return jnp.stack(value, 1)
 
-    np.testing.assert_allclose(jit(at_once)(params), jit(one_by_one)(params), rtol=1e-4, atol=1e-5)
-    grads = (
-        jit(jax.grad(lambda params, each=each: jnp.sum(each(params) ** 2)))(params)
-        for each in (at_once, one_by_one)
-    )
-    chex.assert_trees_all_close(*grads, rtol=1e-3, atol=1e-4)
+    def with_gradients(values):
+        loss = jax.grad(lambda params: jnp.sum(values(params) ** 2))
+        return jit(lambda params: (values(params), loss(params)))(params)
+
+    (given, grads), (expected, expected_grads) = map(with_gradients, (at_once, one_by_one))
+    np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(grads, expected_grads, rtol=1e-3, atol=1e-4)
 
 
 def test_a_policy_is_asked_step_by_step():

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import iterations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +49,7 @@ def agent_and_params(*spaces, **options):
 
 
 def apply(agent, params, obs, obs_stats=None):
-    return agent.apply(params, obs_stats, obs, (), jnp.ones(len(obs), bool))
+    return iterations.apply(agent, params, obs_stats, obs, (), jnp.ones(len(obs), bool))
 
 
 def count(params):
@@ -325,7 +326,7 @@ def test_no_images_at_all():
 def test_any_number_of_leading_axes():
     agent, params = agent_and_params(*CARTPOLE, torso_layers=(8,))
     obs = jnp.float32(np.random.default_rng(0).normal(size=(3, 5, 4)))
-    stacked = agent.apply(params, None, obs, (), jnp.zeros((3, 5), bool))
+    stacked = iterations.apply(agent, params, None, obs, (), jnp.zeros((3, 5), bool))
     assert stacked.value.shape == (3, 5)
     assert stacked.policy.logits.shape == (3, 5, 2)
     flat = apply(agent, params, obs.reshape(15, 4))

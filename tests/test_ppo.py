@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from iterations import SMALL, advantages, iterate, jit, roll, rollout, setup_and_state
+from iterations import SMALL, advantages, apply, iterate, jit, roll, rollout, setup_and_state
 from probes import (
     ActionReward,
     Clock,
@@ -129,7 +129,7 @@ def test_the_first_ratio_is_one():
         state, _ = iterate(setup, state, hyper, 10.0)
     acted, data = rollout(setup, state, jax.random.key(5))
     assert first_ratio(setup, acted, data.transitions) < 1e-5
-    updated = ppo.update_statistics(acted, data.transitions, hyper)
+    updated = jit(ppo.update_statistics)(acted, data.transitions, hyper)
     assert first_ratio(setup, updated, data.transitions) > 1e-3
 
 
@@ -140,7 +140,7 @@ def test_values_are_those_of_the_network_that_acted(options):
     )
     state, _ = iterate(setup, state, hyper, 10.0)
     steps = rollout(setup, state, jax.random.key(5))[1].transitions
-    values = setup.agent.apply(state.params, state.obs_stats, steps.obs, (), steps.first).value
+    values = apply(setup.agent, state.params, state.obs_stats, steps.obs, (), steps.first).value
     np.testing.assert_allclose(steps.value, values, rtol=1e-5)
     assert np.ptp(values) > 0.01
 
@@ -249,7 +249,7 @@ def test_final_observations_and_the_values_that_follow(limit, may_truncate, num_
         np.testing.assert_array_equal(data.final.obs[i, t // window, n], after[i, t, n])
 
     first = jnp.zeros(after.shape[:3], bool)
-    next_value = setup.agent.apply(state.params, None, jnp.float32(after), (), first).value
+    next_value = apply(setup.agent, state.params, None, jnp.float32(after), (), first).value
     steps = data.transitions
     for i in range(4):
         expected = numpy_gae(
@@ -349,7 +349,7 @@ def test_a_step_that_is_not_finite_harms_nothing_else(poison, value):
     # The step before is followed by the value of its observation, and by nothing else.
     reward = steps.reward[1] / stats.return_scale(acted.return_stats)
     expected = reward + hyper.gamma * steps.value[2] - steps.value[1]
-    before = rollouts.advantages(setup, acted, data, hyper)[1]
+    before = advantages(setup, acted, data, hyper)[1]
     np.testing.assert_allclose(before[bad], expected[bad], rtol=1e-4, atol=1e-6)
     valid = np.asarray(steps.valid)
     updated = ppo.update_statistics(acted, steps, hyper)

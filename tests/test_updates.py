@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from iterations import advantages, iterate, jit, rollout, setup_and_state
+from iterations import advantages, apply, draw, iterate, jit, rollout, setup_and_state, update
 from jax.flatten_util import ravel_pytree
 from probes import Clock
 from test_shuffles import permutations
@@ -97,7 +97,6 @@ def run_update(experience, hyper, **options):
     setup, state, data, advantage, _ = experience
     config = dataclasses.replace(setup.config, **options)
     order = permutations(7, config.update_epochs, config.batch_size)
-    update = jit(updates.update, static_argnums=0)
     learner, metrics = update(setup._replace(config=config), state, data, advantage, hyper, order)
     minibatches = config.update_epochs * config.num_minibatches
     return learner, metrics, order.reshape(minibatches, -1)
@@ -268,15 +267,15 @@ def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
 
 def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
     setup, state, hyper = setup_and_state(Clock(3), minibatches="sequences", update_epochs=3)
-    draws = rollouts.draw(setup, jax.random.key(0))
-    assert draws.order.shape == (3, 8)
-    state, data = rollouts.rollout(setup, state, draws)
+    order = draw(setup, jax.random.key(0)).order
+    assert order.shape == (3, 8)
+    state, data = rollout(setup, state, jax.random.key(0))
 
     def record(setup, state, samples, hyper, learner, picked):
         return learner, (samples.obs[picked[0]], picked[0])
 
     monkeypatch.setattr(updates, "_update_minibatch", record)
-    _, flat = updates.update(setup, state, data, data.transitions.value, hyper, draws.order)
+    _, flat = updates.update(setup, state, data, data.transitions.value, hyper, order)
     picked = flat[0].reshape(3 * 2, 4, 8, 2), flat[1].reshape(3 * 2, 4)
     for obs, index in zip(*picked, strict=True):
         wanted = jnp.swapaxes(data.transitions.obs, 0, 1)[index]
@@ -288,8 +287,8 @@ def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):
     setup, state, hyper = setup_and_state(
         Clock(3), Hyper(gamma=0.9), recompute_advantages=True, update_epochs=3
     )
-    draws = rollouts.draw(setup, jax.random.key(0))
-    state, data = rollouts.rollout(setup, state, draws)
+    order = draw(setup, jax.random.key(0)).order
+    state, data = rollout(setup, state, jax.random.key(0))
     steps = data.transitions
 
     def move(setup, state, samples, hyper, learner, index):
@@ -298,14 +297,14 @@ def test_advantages_of_an_epoch_are_by_the_values_it_begins_with(monkeypatch):
 
     monkeypatch.setattr(updates, "_update_minibatch", move)
     nothing = jnp.full_like(steps.value, jnp.nan)  # those of the rollout are not asked for
-    learner, seen = updates.update(setup, state, data, nothing, hyper, draws.order)
+    learner, seen = updates.update(setup, state, data, nothing, hyper, order)
     old, advantage, target = (x.reshape(3, 2, *steps.value.shape) for x in seen)
     np.testing.assert_array_equal(old, jnp.broadcast_to(steps.value, old.shape))
     for epoch in range(3):
         params = jax.tree.map(lambda x, by=0.2 * epoch: x + by, state.params)
-        value = setup.agent.apply(params, None, steps.obs, (), steps.first).value
+        value = apply(setup.agent, params, None, steps.obs, (), steps.first).value
         now = data.replace(transitions=steps.replace(value=value))
-        expected = rollouts.advantages(setup, state.replace(params=params), now, hyper)
+        expected = advantages(setup, state.replace(params=params), now, hyper)
         for minibatch in range(2):
             np.testing.assert_allclose(advantage[epoch, minibatch], expected, atol=1e-5)
             np.testing.assert_allclose(target[epoch, minibatch], expected + value, atol=1e-5)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from purejaxppo import checkpoint, cli, effort, executables
+from purejaxppo import checkpoint, cli, effort, executables, report
 
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --torso-layers 8"
 
@@ -20,12 +20,15 @@ PER_ITERATION = 32
 
 # Unlike annealing, this does not depend on how long the training is meant to be.
 STEADY = "--no-anneal-learning-rate --eval-every 128 --eval-episodes 3 --checkpoint-iterations 3"
+UNEVALUATED = ["--eval-every", "none", "--eval-episodes", "0"]
 
 
-def run(*arguments):
+def run(*arguments, pictures=False):
     """A command as in a process of its own: what it compiles is kept for those after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executables, "_is_ours", lambda: True)
+        if not pictures:
+            patch.setattr(report, "draw", lambda _: None)
         return cli.train_command([part for text in arguments for part in str(text).split("|")])
 
 
