@@ -132,10 +132,10 @@ def test_directory_in_use_is_left_alone(finished, capsys):
 
 
 def test_header_and_results(tmp_path, capsys):
-    status = train(
-        "--env", "FrozenLake-misc", "--total-timesteps", "33", "--eval-episodes", "2",
+    status = cli.train_command([
+        *SMALL.split(), "--env", "FrozenLake-misc", "--total-timesteps", "33", "--eval-episodes", "2",
         "--run-dir", str(tmp_path / "run"), "--no-normalize-observations",
-    )  # fmt: skip
+    ])  # fmt: skip
     shown = capsys.readouterr().out
     assert status == 0
     assert "FrozenLake-misc: Discrete(16) -> Discrete(4)" in shown

@@ -38,8 +38,8 @@ def scalars(path, tag):
 
 def test_tensorboard_has_what_the_tables_have(tmp_path):
     run_dir = tmp_path / "run"
-    options = "--env CartPole-v1 --num-envs 4 --num-steps 8 --total-timesteps 128 --eval-every 64"
-    options += " --eval-episodes 2 --num-seeds 2 --torso-layers 4 --log tensorboard --run-dir"
+    options = "--env CartPole-v1 --total-timesteps 128 --eval-every 64"
+    options += " --eval-episodes 3 --num-seeds 2 --log tensorboard --run-dir"
     assert train(*options.split(), str(run_dir)) == 0
     for name, prefix in (("metrics.csv", ""), ("evaluation.csv", "evaluation/")):
         with (run_dir / name).open() as file:
