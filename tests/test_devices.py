@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from probes import Poisoned
-from trainings import quickly
+from trainings import UNEVALUATED, quickly
 
 from purejaxppo import checkpoint, processes
 from purejaxppo.config import Config, Hyper, RunOptions, Settings
@@ -260,8 +260,7 @@ def finish(*processes):
 
 
 def test_a_signal_to_one_process_stops_both(tmp_path):
-    long = [*SWEEP.split(), "--total-timesteps", "1e8", "--metrics-rows", "0"]
-    long += ["--eval-every", "none", "--eval-episodes", "0"]
+    long = [*SWEEP.split(), *UNEVALUATED, "--total-timesteps", "1e8", "--metrics-rows", "0"]
     processes = start_two(*long, own=directories(tmp_path / "of0", tmp_path / "of1"))
     metrics = tmp_path / "of0" / "metrics.csv"
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
