@@ -80,9 +80,9 @@ WORKS = [
     Work("Breakout-MinAtar", 64, _BOTH | {"rejax": 1.5}, steps=1_000_000),
 ]
 ACCELERATED = [
-    Work("CartPole-v1", 4, _BOTH, num_runs=2048, cores=0, steps=50_000_000),
-    Work("CartPole-v1", 2048, _BOTH, cores=0, steps=50_000_000),
-    Work("Breakout-MinAtar", 64, _BOTH, num_runs=256, cores=0, steps=100_000_000),
+    Work("CartPole-v1", 4, {"purejaxrl": 0.0}, num_runs=2048, cores=0, steps=100_000_000),
+    Work("CartPole-v1", 2048, {"purejaxrl": 0.0}, cores=0, steps=100_000_000),
+    Work("Breakout-MinAtar", 64, {"purejaxrl": 0.0}, num_runs=256, cores=0, steps=100_000_000),
 ]
 
 
@@ -150,12 +150,12 @@ def peer_speed(work: Work, directory: Path, peer: str) -> float:
 
 
 def speeds(work: Work, directory: Path, repeats: int) -> dict[str, list[float]]:
-    """Of every trainer in turn, again and again."""
+    """Of every trainer in turn, again and again; each is told as it comes."""
     found: dict[str, list[float]] = {who: [] for who in ("ours", *work.aims)}
     for _ in range(repeats):
-        found["ours"].append(our_speed(work))
-        for peer in work.aims:
-            found[peer].append(peer_speed(work, directory, peer))
+        for who, values in found.items():
+            values.append(our_speed(work) if who == "ours" else peer_speed(work, directory, who))
+            print(f"{work.name}: {who} {values[-1]:,.0f} steps/s", flush=True)
     return found
 
 

@@ -62,7 +62,8 @@ def update_moments(moments: Moments, samples: Array, valid: Array) -> Moments:
     var = mean_over_devices(squares) / size
     added = count + moments.lost
     total = moments.count + added
-    weight = count / jnp.maximum(total, 1.0)
+    # A GPU's x / x may fall short of 1, and what is left would weigh the distance from zero of the first batch.
+    weight = jnp.where(moments.count > 0, count / jnp.maximum(total, 1.0), jnp.minimum(count, 1.0))
     return Moments(
         count=total,
         mean=moments.mean + weight * shift,

@@ -11,7 +11,7 @@ from trainings import train
 from purejaxppo import envs
 
 # What a test compiles runs once or twice; trainings say themselves how they are compiled.
-QUICK = "--xla_backend_optimization_level=0"
+QUICK = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
 if jax.__version_info__ < (0, 11):
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"

@@ -201,6 +201,7 @@ def test_evaluations_of_another_kind_are_told_of(copied, capsys):
     assert read_summary(copied)["caveats"] == expected
 
 
+@pytest.mark.on_cpus
 def test_evaluations_may_be_compiled_with_another_effort(tmp_path, monkeypatch):
     assert train(tmp_path / "run", 2) == 0
     monkeypatch.setattr(program, "fingerprint", lambda *_: None)  # it is compiled again

@@ -296,7 +296,7 @@ def test_two_processes_of_two_devices_are_one_of_four(tmp_path):
 
 def test_an_error_in_one_process_ends_both(tmp_path, monkeypatch):
     """At once: JAX would wait five minutes for the one that failed, and then abort all of them."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "mine.py").write_text(
         "import sys\nfrom purejaxppo.envs.gymnax import make\n"
         "def Mine():\n"

@@ -180,6 +180,7 @@ def test_killed_twenty_times_and_yet_the_same(tmp_path):
     assert_same(path, whole)
 
 
+@pytest.mark.on_cpus
 @pytest.mark.parametrize(
     ("said", "kind"),
     [
