@@ -5,7 +5,7 @@
 
 That is for jax 0.10.2, in an environment of its own. Nothing runs, so there are no speeds. An accelerator
 takes a few microseconds to launch a kernel, however small it is: what counts where most are small. With
-thousands of runs they are not, and an H100 waits for its memory (`results/h100.md`).
+thousands of runs they are not, and an H100 waits for its memory (`results/gpus.md`).
 """
 
 from __future__ import annotations

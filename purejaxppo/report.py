@@ -303,20 +303,16 @@ def write_sweep(report: Report) -> None:
     path.unlink(missing_ok=True)
     table = Table(path, ["run", "setting", "seed", *names, *columns])
     for number, outcome in enumerate(outcomes):
+        same = {"setting": number, "env_steps": outcome.env_steps} | swept_columns(outcome.swept)
         table.write(
-            [
-                {
-                    "run": run,
-                    "setting": number,
-                    "seed": outcome.seeds[i],
-                    **swept_columns(outcome.swept),
-                    "final_return": outcome.final[i],
-                    "area_under_curve": outcome.area[i],
-                    "env_steps": outcome.env_steps,
-                    "diverged": bool(outcome.diverged[i]),
-                }
-                for i, run in enumerate(outcome.runs)
-            ]
+            {name: [value] * len(outcome.runs) for name, value in same.items()}
+            | {
+                "run": outcome.runs,
+                "seed": outcome.seeds,
+                "final_return": outcome.final.tolist(),
+                "area_under_curve": outcome.area.tolist(),
+                "diverged": outcome.diverged.tolist(),
+            }
         )
     table.close()
     best = report.ranked[0].setting

@@ -96,9 +96,9 @@ def test_a_table_that_does_not_fit_is_named_and_the_others_are_closed(tmp_path):
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, tables.metrics._file.fileno())
     os.close(full)
-    row = dict.fromkeys(METRICS_COLUMNS, 1.0)
+    row = {name: [1.0] for name in METRICS_COLUMNS}
     with pytest.raises(OSError, match=r"metrics\.csv"):
-        tables.metrics.write([row])
+        tables.metrics.write(row)
     with pytest.raises(OSError, match=r"metrics\.csv"):
         tables.__exit__()
     assert tables.evaluation._file.closed

@@ -95,6 +95,10 @@ def test_a_row_without_its_last_cell_ends_no_report(run_dirs, tmp_path):
     assert read_report(tmp_path / "b").invalid_steps == [0, 0]
 
 
+def a_row(values):
+    return {name: [value] for name, value in values.items()}
+
+
 @pytest.fixture(scope="module")
 def run_dirs(tmp_path_factory):
     """Two run directories of one environment: two settings in the first, one of them diverged."""
@@ -119,9 +123,9 @@ def run_dirs(tmp_path_factory):
                     blank = dict.fromkeys(Metrics.__dataclass_fields__, 0.0)
                     if name == "a" and run.number == 3:
                         blank["grad_norm"] = math.inf
-                    tables.metrics.write([place | blank | {"episode_return": value}])
+                    tables.metrics.write(a_row(place | blank | {"episode_return": value}))
                     blank = dict.fromkeys(("return_std", "length_mean", "episodes"), 0.0)
-                    tables.evaluation.write([place | blank | {"return_mean": value + 1}])
+                    tables.evaluation.write(a_row(place | blank | {"return_mean": value + 1}))
     return folder
 
 
