@@ -1,5 +1,6 @@
 """For all tests: eight CPU devices, a compilation cache, and a registry that each leaves as it was."""
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -32,6 +33,13 @@ if jax.default_backend() != "cpu":
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     monkeypatch.setattr(envs, "_REGISTRY", dict(envs._REGISTRY))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_memory():
+    """Without what the module before has traced and compiled, 3 GB in the end, which Python goes through again and again."""
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

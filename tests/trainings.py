@@ -2,8 +2,6 @@
 
 import contextlib
 import csv
-import gc
-import itertools
 import json
 import subprocess
 import sys
@@ -22,7 +20,6 @@ PER_ITERATION = 32
 
 # Unlike annealing, this does not depend on how long the training is meant to be.
 STEADY = "--no-anneal-learning-rate --eval-every 128 --eval-episodes 3 --checkpoint-iterations 3"
-_RUNS = itertools.count(1)
 UNEVALUATED = ["--eval-every", "none", "--eval-episodes", "0"]
 
 
@@ -32,10 +29,7 @@ def run(*arguments, pictures=False):
         patch.setattr(executables, "_is_ours", lambda: True)
         if not pictures:
             patch.setattr(report, "draw", lambda _: None)
-        status = cli.train_command([part for text in arguments for part in str(text).split("|")])
-    if next(_RUNS) % 10 == 0:
-        gc.collect()  # what each has compiled, 40 MB, lies where Python hardly ever looks by itself
-    return status
+        return cli.train_command([part for text in arguments for part in str(text).split("|")])
 
 
 @contextlib.contextmanager
