@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from jax.experimental.serialize_executable import deserialize_and_load
 
 from purejaxppo import checkpoint, cli, effort, executables, report
 
@@ -19,14 +21,24 @@ PER_ITERATION = 32
 
 
 # Unlike annealing, this does not depend on how long the training is meant to be.
-STEADY = "--no-anneal-learning-rate --eval-every 128 --eval-episodes 3 --checkpoint-iterations 3"
+STEADY = "--no-anneal-learning-rate --eval-every 128 --eval-episodes 3 --checkpoint-iterations 9"
 UNEVALUATED = ["--eval-every", "none", "--eval-episodes", "0"]
 
 
+@functools.lru_cache(maxsize=16)
+def _load(program, in_tree, out_tree, devices):
+    return deserialize_and_load(program, in_tree, out_tree, execution_devices=devices)
+
+
+def load(*program, execution_devices):
+    return _load(*program, tuple(execution_devices))
+
+
 def run(*arguments, pictures=False):
-    """A command as in a process of its own: what it compiles is kept for those after it."""
+    """A command as in a process of its own: what it compiles is kept for those after it, and what it loads stays."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executables, "_is_ours", lambda: True)
+        patch.setattr(executables, "deserialize_and_load", load)
         if not pictures:
             patch.setattr(report, "draw", lambda _: None)
         return cli.train_command([part for text in arguments for part in str(text).split("|")])
