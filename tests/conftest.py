@@ -37,7 +37,7 @@ def registry(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def little_memory():
-    """Without what the module before has traced and compiled, 3 GB in the end, which Python goes through again and again."""
+    """Lets go of what the module before has compiled: 3 GB in the end, through which Python's collector goes."""
     jax.clear_caches()
     gc.collect()
 

@@ -71,6 +71,7 @@ def test_intervals_run_across_chunks_and_the_last_is_shorter(tmp_path):
 
 def test_swept_values_are_columns_as_they_are_written_on_the_command_line(tmp_path):
     swept = {"torso_layers": (64, 32), "target_kl": None, "gamma": 0.9, "shared_torso": True}
+    swept["cnn_layers"] = ((32, 8, 4), (64, 4, 2))
     with Tables(tmp_path, swept) as tables:
         table = MetricsTable(tables.metrics, runs(7, swept=swept), 1, 10)
         table.add(metrics(value_mean=np.zeros((1, 1))))
@@ -79,6 +80,7 @@ def test_swept_values_are_columns_as_they_are_written_on_the_command_line(tmp_pa
     shown = {name: row[f"sweep.{name}"] for name in swept}
     assert shown == {
         "torso_layers": "64x32", "target_kl": "none", "gamma": "0.9", "shared_torso": "true",
+        "cnn_layers": "32x8x4,64x4x2",
     }  # fmt: skip
 
 
