@@ -191,6 +191,7 @@ def test_sweep(tmp_path, capsys):
 
 def test_a_sweep_lets_go_of_its_programs(tmp_path, monkeypatch):
     """A process in which there are more than some seventy is aborted."""
+    monkeypatch.setattr(trainings, "_load", trainings._load.__wrapped__)  # or it keeps them
     compiled, alive = [], []
 
     def compile_program(self):
