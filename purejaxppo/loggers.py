@@ -319,7 +319,7 @@ class EvaluationTable:
     """Writes `evaluation.csv`: a row a run [R] and evaluation; `rows` counts those of each run."""
 
     def __init__(self, table: Table, runs: list[Run], rows: int = 0) -> None:
-        self._table, self._runs, self.rows = table, runs, rows
+        self._table, self._places, self.rows = table, _places(runs), rows
 
     def add(self, episodes: Episode, iteration: int, env_steps: int) -> np.ndarray:
         """Takes host episodes [R, E]; returns the mean returns [R], NaN where none ended."""
@@ -330,7 +330,7 @@ class EvaluationTable:
 
         means = of_ended(np.mean, episodes.score)
         self._table.write(
-            _places(self._runs)
+            self._places
             | {
                 "iteration": [iteration] * len(means),
                 "env_steps": [env_steps] * len(means),

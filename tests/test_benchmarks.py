@@ -1,12 +1,10 @@
 """What decides whether a benchmark's bar is met, and optima with independent values."""
 
-import functools
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
-from trainings import quickly
 
 from benchmarks import (
     accelerators,
@@ -20,7 +18,7 @@ from benchmarks import (
     throughput,
 )
 from benchmarks.targets import SUITES, Target
-from purejaxppo import cli, effort, envs
+from purejaxppo import cli, envs
 from purejaxppo.envs import load_settings
 from purejaxppo.validation import validate
 
@@ -192,15 +190,6 @@ def test_a_tenth_is_allowed():
     assert budget.grown({"kernels": 111}, {"kernels": 100}) == ["kernels 100 -> 111"]
 
 
-@pytest.fixture
-def little_effort(monkeypatch):
-    options = functools.partial(effort.compiler_options, quick=True)
-    monkeypatch.setattr(throughput, "compiler_options", options)
-    with quickly():
-        yield
-
-
-@pytest.mark.usefixtures("little_effort")
 def test_throughput_measures_every_part():
     found = throughput.measure("CartPole-v1", num_envs=2, num_steps=8, repeats=2)
     for part in ("iteration", "draw", "rollout", "advantages", "update"):
@@ -212,7 +201,6 @@ def test_throughput_measures_every_part():
     assert "| CartPole-v1 |" in throughput.table([found])
 
 
-@pytest.mark.usefixtures("little_effort")
 def test_throughput_of_several_runs_is_not_taken_apart():
     found = throughput.measure("CartPole-v1", 2, 8, repeats=1, num_seeds=3, as_rejax=True)
     assert found["steps_per_second"] == pytest.approx(3 * 16 / found["iteration"][0])
