@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peers, shared
-from benchmarks.shared import load, save
+from benchmarks.shared import README, load, save, with_table
 from purejaxppo import cli, machine
 from purejaxppo.config import Config
 
-README = Path(__file__).parent.parent / "README.md"
 NUM_STEPS = 128
 SETTINGS = [
     "--num-steps", str(NUM_STEPS), "--update-epochs", "4", "--num-minibatches", "4",
@@ -267,13 +266,6 @@ def page(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def with_table(text: str, results: dict[str, Any]) -> str:
-    """The README with the table of these results in place of the one it has."""
-    begin, end = "<!-- benchmarks.compare -->\n", "<!-- end -->"
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{table(results)}\n{end}{rest.split(end)[1]}"
-
-
 def main() -> None:
     """Measures, and writes `results/compare.json` and `.md`; what is not asked for is kept.
 
@@ -316,7 +308,7 @@ def main() -> None:
             results[name] = asdict(works[name]) | {"speeds": found} | about
         results = {name: results[name] for name in [*works, START_UP] if name in results}
         save("compare", results, page(results))
-    README.write_text(with_table(README.read_text(), results))
+    README.write_text(with_table(README.read_text(), "compare", table(results)))
     print(page(results))
 
 

@@ -158,20 +158,25 @@ def measure_speeds(
     return speeds
 
 
+def scores(returns: dict[str, dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ours and theirs [seeds], of the seeds that both have."""
+    ours, theirs = returns["ours"], returns["theirs"]
+    seeds = sorted(ours.keys() & theirs.keys())
+    return np.array([ours[seed] for seed in seeds]), np.array([theirs[seed] for seed in seeds])
+
+
 def _returns(returns: dict[str, dict[str, float]]) -> list[str]:
     """Cells of the table: seeds, ours, theirs, difference, at or above."""
-    seeds = sorted(returns["ours"].keys() & returns["theirs"].keys())
-    if not seeds:
+    ours, theirs = scores(returns)
+    if not len(ours):
         return [""] * 5
-    scores = {who: np.array([of[seed] for seed in seeds]) for who, of in returns.items()}
-    difference = scores["ours"] - scores["theirs"]
-    low, high = bootstrap_interval(difference)
-    reached = "yes" if low > -0.05 * abs(scores["theirs"].mean()) else "**no**"
+    low, high = bootstrap_interval(ours - theirs)
+    reached = "yes" if low > -0.05 * abs(theirs.mean()) else "**no**"
     return [
-        str(len(seeds)),
-        *(f"{scores[who].mean():.0f}" for who in ("ours", "theirs")),
-        f"{difference.mean():.0f} ({low:.0f} ... {high:.0f})",
-        reached if len(seeds) >= FEWEST else "too few seeds",
+        str(len(ours)),
+        *(f"{each.mean():.0f}" for each in (ours, theirs)),
+        f"{(ours - theirs).mean():.0f} ({low:.0f} ... {high:.0f})",
+        reached if len(ours) >= FEWEST else "too few seeds",
     ]
 
 

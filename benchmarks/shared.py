@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
 
 
 def load(name: str, nothing: Any) -> Any:
@@ -24,6 +25,13 @@ def save(name: str, results: Any, text: str) -> None:
     """Writes `results/NAME.json` and the same as Markdown."""
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(text)
+
+
+def with_table(text: str, name: str, table: str) -> str:
+    """The README with this table in place of the one between the marks of `benchmarks.NAME`."""
+    begin, end = f"<!-- benchmarks.{name} -->\n", "<!-- end -->"
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.split(end, maxsplit=1)[1]}"
 
 
 def device() -> str:

@@ -1,19 +1,18 @@
 """What the README shows works as shown."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks import compare
-from benchmarks.shared import load
+from benchmarks import compare, returns
+from benchmarks.shared import README, load, with_table
 from scripts import custom_environment
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+TEXT = README.read_text()
 
 
 def test_python_example(capsys):
-    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (code,) = [example for example in examples if "make_train" in example]
     small = code.replace("total_timesteps=500_000", "total_timesteps=4096")
     assert small != code
@@ -22,8 +21,8 @@ def test_python_example(capsys):
 
 
 def test_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (Path(__file__).parent.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (README.parent / link).exists(), link
 
 
 def test_custom_environment_learns(capsys):
@@ -35,5 +34,6 @@ def test_custom_environment_learns(capsys):
     assert np.min(returns) > 0.9
 
 
-def test_its_table_is_of_the_results():
-    assert compare.with_table(README, load("compare", {})) == README
+def test_its_tables_are_of_the_results():
+    assert with_table(TEXT, "compare", compare.table(load("compare", {}))) == TEXT
+    assert with_table(TEXT, "returns", returns.table()) == TEXT
