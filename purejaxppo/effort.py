@@ -17,13 +17,23 @@ from purejaxppo.rollouts import Setup
 # with JAX 0.11, whose only emitters are the newer ones, it gains less.
 _WORTH_OPTIMIZING = 500_000
 
+# Operations of products from which it is worth trying kernels for them on a GPU. On an H200 256 runs of CartPole, 3.1e13
+# of them, train 4 s longer without, and start 40 s sooner: an eighth of what that would be worth, as
+# GPUs and products differ.
+_WORTH_TRYING = 4e13
+
 
 def quick_below(jaxpr: core.Jaxpr) -> float:
     """Calls of a program below which it takes longer to optimise than that gains.
 
     What a loop repeats for as long as a condition holds is counted once: such repetitions are calls.
-    Products are left out: libraries compute them however a program is compiled.
     """
+    on_a_gpu = jax.default_backend() == "gpu"
+    return _quick_below_on_gpus(jaxpr) if on_a_gpu else _quick_below_on_cpus(jaxpr)
+
+
+def _quick_below_on_cpus(jaxpr: core.Jaxpr) -> float:
+    """Products are left out: libraries compute them however a program is compiled."""
     equations = numbers = 0
     for equation, repeated in each_equation(jaxpr):
         equations += 1
@@ -32,6 +42,27 @@ def quick_below(jaxpr: core.Jaxpr) -> float:
                 math.prod(getattr(x.aval, "shape", ())) for x in equation.outvars
             )
     return _WORTH_OPTIMIZING * equations / numbers if numbers else math.inf
+
+
+def _quick_below_on_gpus(jaxpr: core.Jaxpr) -> float:
+    """Products alone have kernels to be tried."""
+    operations = sum(repeated * _operations(each) for each, repeated in each_equation(jaxpr))
+    return _WORTH_TRYING / operations if operations else math.inf
+
+
+def _operations(equation: Any) -> int:
+    """Multiplications and additions of a product or a convolution."""
+    match equation.primitive.name:
+        case "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            terms = math.prod(shape[axis] for axis in contracted)
+        case "conv_general_dilated":
+            shape = equation.invars[1].aval.shape
+            terms = math.prod(shape) // shape[equation.params["dimension_numbers"].rhs_spec[0]]
+        case _:
+            return 0
+    return 2 * terms * math.prod(equation.outvars[0].aval.shape)
 
 
 def each_equation(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from purejaxppo import machine
 from purejaxppo.checkpoint import Best, Checkpoint, Writer, finite, flatten
 from purejaxppo.config import RunOptions
 from purejaxppo.display import Display
@@ -57,10 +58,11 @@ class Training:
         self.config = runs[0].setting.config
         effort, begun = None, 0
         if checkpoint is not None:
-            begun = checkpoint.iteration
-            block = checkpoint.facts["block"]
-            if checkpoint.facts["iterations"] == self.config.iterations:
-                effort = checkpoint.facts.get("effort", "full")  # as older versions always compiled
+            facts, begun = checkpoint.facts, checkpoint.iteration
+            block = facts["block"]
+            same_device = facts.get("device") == machine.device_name()
+            if same_device and facts["iterations"] == self.config.iterations:
+                effort = facts.get("effort", "full")  # as older versions always compiled
         every = options.eval_every
         self._every = self._iterations(self.config.total_timesteps / 20 if every is None else every)
         # What depends on the length of the training stays as it was begun.

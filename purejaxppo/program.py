@@ -40,7 +40,7 @@ class Program:
     Args:
         memory: for the arrays of all of them.
         block: of so many runs, as before, where the options leave it open.
-        effort: that its chunk was compiled with before, likewise.
+        effort: that its chunk was compiled with before on such a device, likewise.
         begun: the iteration that it goes on from.
         evaluations: of a whole training.
 
@@ -140,9 +140,8 @@ class Program:
 
     @functools.cached_property
     def _chunk(self) -> Executable:
-        before = self._effort_before if jax.default_backend() == "cpu" else None
         arguments = self.shapes, self.hypers, (np.int32(1), np.float32(1))
-        asked = self._asked(before)
+        asked = self._asked(self._effort_before)
         return self._executable("chunk", arguments, asked, self.config.iterations)
 
     @functools.cached_property
@@ -157,7 +156,7 @@ class Program:
         asked = self.options.compile_effort
         if asked != "auto":
             return asked
-        return before or ("auto" if jax.default_backend() == "cpu" else "full")
+        return "full" if jax.default_backend() == "tpu" else before or "auto"
 
     def _executable(
         self, name: str, arguments: tuple[Any, ...], asked: str, calls: int = 1, also: Any = None

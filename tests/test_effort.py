@@ -10,11 +10,13 @@ import pytest
 
 from purejaxppo import checkpoint, cli
 from purejaxppo.activations import tanh
-from purejaxppo.config import Config, Hyper, RunOptions
+from purejaxppo.config import Config, Hyper, RunOptions, read_settings
+from purejaxppo.display import Display
 from purejaxppo.effort import compiler_options, each_equation, quick_below
+from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
 from purejaxppo.program import Program
-from purejaxppo.sweep import Setting, make_runs
+from purejaxppo.sweep import Setting, make_runs, make_settings_of
 
 MEMORY = Memory(2**30, per_device=False)
 
@@ -54,6 +56,21 @@ def test_products_do_not_count():
     assert quick_below(jaxpr) == math.inf
 
 
+def test_gpus_count_operations_of_products(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    product = traced(lambda x, y: jnp.sin(x) @ y, (30, 20), (20, 10))
+    assert quick_below(product) == 4e13 / (2 * 30 * 20 * 10)
+    images = traced(
+        lambda x, y: jax.lax.conv_general_dilated(
+            x, y, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        (5, 8, 8, 3),
+        (4, 4, 3, 7),
+    )
+    assert quick_below(images) == 4e13 / (2 * (5 * 3 * 3 * 7) * (4 * 4 * 3))
+    assert quick_below(traced(jnp.sin, (30,))) == math.inf
+
+
 @pytest.mark.on_cpus
 def test_quick_and_full_differ_by_rounding_alone(tmp_path, capsys):
     """After two iterations, and so that the option and not the length decides."""
@@ -82,20 +99,39 @@ def test_what_goes_on_keeps_its_effort(before, effort):
     assert program.effort == effort
 
 
+@pytest.mark.parametrize(("saved_on", "effort"), [(None, "full"), ("another", "quick")])
+def test_another_device_decides_anew(trained, saved_on, effort):
+    settings = read_settings(file=trained / "config.yaml")
+    found = checkpoint.load(trained / "checkpoints" / "0")
+    assert found.facts["effort"] == "quick"
+    found.facts.update(effort="full", device=saved_on or found.facts["device"])
+    runs = make_runs(make_settings_of(settings), settings.run)
+    training = Training(settings.run, runs, Display(quiet=True), MEMORY, found)
+    assert training.program.effort == effort
+
+
 def test_tpus_are_never_quick(monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    config = Config(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=32)
+    program = Program(RunOptions(), make_runs([Setting({}, config, Hyper())], RunOptions()), MEMORY)
+    assert program.effort == "full"
     assert cli.train_command(["--env", "CartPole-v1", "--compile-effort", "quick"]) == 2
     assert "--compile-effort quick: only CPUs and GPUs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("asked", "effort"), [("auto", "full"), ("quick", "quick")])
-def test_gpus_are_quick_where_that_is_asked_for(monkeypatch, asked, effort):
+@pytest.mark.parametrize(
+    ("asked", "steps", "effort"),
+    [("auto", 32, "quick"), ("auto", 32_000_000, "full"), ("full", 32, "full")],
+)
+def test_gpus_are_quick_where_little_is_computed(monkeypatch, asked, steps, effort):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    config = Config(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=32)
+    config = Config(
+        num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=steps, torso_layers=(999, 999)
+    )
     options = RunOptions(compile_effort=asked)
     runs = make_runs([Setting({}, config, Hyper())], options)
-    program = Program(options, runs, MEMORY, effort="quick")  # as a CPU began it
-    assert program.effort == program.evaluation_effort == effort
+    program = Program(options, runs, MEMORY)
+    assert program.effort == effort
     setup = program.trainer.setup
     assert compiler_options(setup) == {}
     assert list(compiler_options(setup, quick=True)) == ["xla_gpu_autotune_level"]
