@@ -1,6 +1,6 @@
-"""Draws the README's table of returns, from what is stored of the benchmarks of learning.
+"""The README's table of returns, from what `learning`, `external` and `brax_ppo` have stored.
 
-python -m benchmarks.returns
+`python -m benchmarks.returns` draws it, once they have measured something anew.
 """
 
 from __future__ import annotations
