@@ -15,7 +15,7 @@ from benchmarks.shared import README, load, with_table
 from benchmarks.targets import SUITES
 from purejaxppo.sweep import bootstrap_interval
 
-# Those that others report returns of, too; all of them are in the suites' own tables.
+# Environments that others report returns of; all are in the suites' own tables.
 SHOWN = {
     "gymnax": [
         "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0",
@@ -48,10 +48,10 @@ def rows() -> Iterator[Row]:
         for name in names:
             returns = np.array(known[name]["returns"])
             yield Row(name, known[name]["steps"], returns, SUITES[suite][name].others)
-    stored = load("external", {})
+    beside_sb3 = load("external", {})
     for task in external.TASKS:
         if task.steps:
-            ours, theirs = external.scores(stored[task.name]["returns"])
+            ours, theirs = external.scores(beside_sb3[task.name]["returns"])
             others = f"{_shown(theirs)}, Stable-Baselines3"
             yield Row(f"envpool/{task.name}", task.steps, ours, others)
     for result in load("brax_ppo", []):

@@ -241,7 +241,7 @@ class RunOptions:
     deterministic: bool = False
     """Ask XLA for deterministic operations on a GPU; CPUs need none."""
     compile_effort: Literal["auto", "quick", "full"] = "auto"
-    """Full, for programs that run fast; quick, to have them sooner; auto: whichever ends the training sooner, on TPUs full."""
+    """Full, for programs that run fast; quick, to have them sooner; auto: quick where a training is too short for full to pay, on TPUs never."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache directory, so that a second run starts fast."""
 

@@ -60,8 +60,9 @@ class Training:
         if checkpoint is not None:
             facts, begun = checkpoint.facts, checkpoint.iteration
             block = facts["block"]
-            same_device = facts.get("device") == machine.device_name()
-            if same_device and facts["iterations"] == self.config.iterations:
+            device = machine.device_name()
+            (moved,) = agree(facts.get("device", device) != device)  # of any process
+            if not moved and facts["iterations"] == self.config.iterations:
                 effort = facts.get("effort", "full")  # as older versions always compiled
         every = options.eval_every
         self._every = self._iterations(self.config.total_timesteps / 20 if every is None else every)

@@ -40,7 +40,7 @@ class Program:
     Args:
         memory: for the arrays of all of them.
         block: of so many runs, as before, where the options leave it open.
-        effort: that its chunk was compiled with before on such a device, likewise.
+        effort: of its chunk before, if on such a device, likewise.
         begun: the iteration that it goes on from.
         evaluations: of a whole training.
 

@@ -15,6 +15,7 @@ from purejaxppo.display import Display
 from purejaxppo.effort import compiler_options, each_equation, quick_below
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
+from purejaxppo.products import multiply
 from purejaxppo.program import Program
 from purejaxppo.sweep import Setting, make_runs, make_settings_of
 
@@ -60,6 +61,13 @@ def test_gpus_count_operations_of_products(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     product = traced(lambda x, y: jnp.sin(x) @ y, (30, 20), (20, 10))
     assert quick_below(product) == 4e13 / (2 * 30 * 20 * 10)
+
+    def steps(x, y):  # each a product forward, and two backward
+        loss = jax.grad(lambda x, y: multiply(x, y).sum(), argnums=(0, 1))
+        return jax.lax.scan(lambda *_: (x, jax.vmap(loss)(x, y)), x, length=7)
+
+    operations = 7 * 3 * (2 * 5 * 30 * 20 * 10)
+    assert quick_below(traced(steps, (5, 30, 20), (5, 20, 10))) == 4e13 / operations
     images = traced(
         lambda x, y: jax.lax.conv_general_dilated(
             x, y, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -121,7 +129,12 @@ def test_tpus_are_never_quick(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("asked", "steps", "effort"),
-    [("auto", 32, "quick"), ("auto", 32_000_000, "full"), ("full", 32, "full")],
+    [
+        ("auto", 32, "quick"),
+        ("auto", 32_000_000, "full"),
+        ("quick", 32_000_000, "quick"),
+        ("full", 32, "full"),
+    ],
 )
 def test_gpus_are_quick_where_little_is_computed(monkeypatch, asked, steps, effort):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
