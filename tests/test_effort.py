@@ -145,6 +145,7 @@ def test_gpus_are_quick_where_little_is_computed(monkeypatch, asked, steps, effo
     runs = make_runs([Setting({}, config, Hyper())], options)
     program = Program(options, runs, MEMORY)
     assert program.effort == effort
+    assert program.evaluation_effort == ("full" if asked == "full" else "quick")
     setup = program.trainer.setup
     assert compiler_options(setup) == {}
     assert list(compiler_options(setup, quick=True)) == ["xla_gpu_autotune_level"]
