@@ -74,6 +74,7 @@ class Work:
     devices: int = 1
     shard_environments: bool = False
     as_rejax: bool = False
+    fused: bool = False
 
     def __str__(self) -> str:
         parts = [
@@ -82,7 +83,7 @@ class Work:
         ]
         parts += [f"{self.num_envs} environments"] * (self.num_envs is not None)
         parts += ["environments divided"] * self.shard_environments
-        parts += ["as rejax"] * self.as_rejax
+        parts += ["as rejax"] * self.as_rejax + ["dense layers fused"] * self.fused
         return ", ".join([self.env, *filter(None, parts)])
 
 
@@ -95,6 +96,7 @@ WORKS = (
     Work("MemoryChain-bsuite", runs=64),
     Work("brax/ant", num_envs=4096),
     Work("CartPole-v1", runs=2048, num_envs=4, as_rejax=True),
+    Work("CartPole-v1", runs=2048, num_envs=4, as_rejax=True, fused=True),
     Work("Breakout-MinAtar", runs=256, num_envs=64, as_rejax=True),
 )
 
@@ -163,6 +165,8 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     config = settings.config
     if work.as_rejax:
         config = compare.same_for_all(work.env)
+    if work.fused:
+        config = dataclasses.replace(config, dense="fused")
     if work.num_envs:
         config = dataclasses.replace(config, num_envs=work.num_envs)
     env = envs.make(config.env, config.env_options)

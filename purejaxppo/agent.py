@@ -159,6 +159,8 @@ def make_agent(config: Config, observation_space: Space, action_space: Space) ->
         raise ConfigError(
             f"--convolution {config.convolution}: the network for {config.env} has no convolutions"
         )
+    if config.dense == "fused" and jax.default_backend() == "tpu":
+        raise ConfigError("--dense fused: these kernels are for GPUs, and this is a TPU")
     network = ActorCritic(
         num_outputs=num_outputs(action_space),
         cnn_layers=cnn_layers,
@@ -171,6 +173,7 @@ def make_agent(config: Config, observation_space: Space, action_space: Space) ->
         else config.shared_torso,
         activation=config.activation or ("relu" if cnn_layers else "tanh"),
         convolution=config.convolution,
+        dense=config.dense,
         log_std=config.log_std if continuous else None,
     )
     squash = config.action_distribution == "tanh_gaussian"

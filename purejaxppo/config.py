@@ -102,6 +102,8 @@ class Config:
     """Activation function: tanh, relu, swish, gelu or elu; by default tanh, with convolutions relu."""
     convolution: Literal["auto", "patches", "xla"] = "auto"
     """patches: by products of them; xla: by XLA's own convolution; auto: what is fastest on CPUs, patches on GPUs, xla on TPUs."""
+    dense: Literal["xla", "fused"] = "xla"
+    """xla: XLA's product for each dense layer; fused: small ones are one kernel on GPUs, where it has never run; CPUs interpret it, slowly."""
     action_distribution: Literal["auto", "categorical", "gaussian", "tanh_gaussian"] = "auto"
     """auto: categorical for discrete actions, gaussian (clipped to the bounds) for a Box."""
     log_std: Literal["parameter", "state"] = "parameter"

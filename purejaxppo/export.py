@@ -68,8 +68,8 @@ def export(policy: Policy, directory: Path) -> list[Path]:
 
 
 def make_stablehlo(policy: Policy) -> bytes:
-    """`act`, or `step`, as serialised StableHLO, with XLA's own convolutions: it is for any device."""
-    network = policy.agent.network.clone(convolution="xla")
+    """`act`, or `step`, as serialised StableHLO, with XLA's own operations: it is for any device."""
+    network = policy.agent.network.clone(convolution="xla", dense="xla")
     agent = dataclasses.replace(policy.agent, network=network)
     (size,) = jax.export.symbolic_shape("b")
     shape = size, *policy.agent.observation_space.shape

@@ -29,14 +29,22 @@ class NetworkOutput(struct.PyTreeNode):
     carry: Any  # [N, H] the memory after the last observation, () without one
 
 
-def _dense(features: int, name: str | None = None) -> nn.Dense:
+class Dense(nn.Module):
     """A dense layer with the fast gradient; `init_params` has the weights it begins with."""
-    return nn.Dense(
-        features,
-        kernel_init=nn.initializers.zeros,  # Flax traces it in every call, to compare shapes
-        dot_general=lambda x, kernel, *_, **__: multiply(x, kernel),
-        name=name,
-    )
+
+    features: int
+
+    def __call__(self, x: Array) -> Array:
+        """X [..., P] -> [..., F]."""
+        kernel, bias = self.weights(x.shape[-1])
+        return multiply(x, kernel) + bias
+
+    @nn.compact
+    def weights(self, inputs: int) -> tuple[Array, Array]:
+        """Kernel [P, F] and bias [F]."""
+        zeros = nn.initializers.zeros  # Flax traces it in every call, to compare shapes
+        kernel = self.param("kernel", zeros, (inputs, self.features))
+        return kernel, self.param("bias", zeros, (self.features,))
 
 
 class Torso(nn.Module):
@@ -46,18 +54,27 @@ class Torso(nn.Module):
     layers: tuple[int, ...]
     activation: str
     convolution: Literal["auto", "patches", "xla"]
+    dense: Literal["xla", "fused"]
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
-        """X [..., F], or [..., H, W, C] where there are convolutions."""
+    def __call__(self, x: Array, head: Dense | None = None) -> Array:
+        """X [..., F], or [..., H, W, C] where there are convolutions; in the end through the head."""
         activation = ACTIVATIONS[self.activation]
         for features, size, stride in self.cnn_layers:
             x = activation(Conv(features, size, stride, self.convolution)(x))
         if self.cnn_layers:
             x = x.reshape(*x.shape[:-3], math.prod(x.shape[-3:]))
-        for width in self.layers:
-            x = activation(_dense(width)(x))
-        return x
+        layers = [Dense(width) for width in self.layers]
+        if self.dense == "fused" and head is not None:
+            from purejaxppo.fused import fused_layers  # imports Pallas, which takes a while
+
+            layers.append(head)
+            inputs = [x.shape[-1], *self.layers]
+            weights = [layer.weights(size) for layer, size in zip(layers, inputs, strict=True)]
+            return fused_layers(x, weights, self.activation)
+        for layer in layers:
+            x = activation(layer(x))
+        return x if head is None else head(x)
 
 
 class Memory(nn.Module):
@@ -74,7 +91,7 @@ class Memory(nn.Module):
             carry: [N, H] the memory before them.
             first: [N] or [N, T] bool, the observation begins an episode: all before is forgotten.
         """
-        inputs, zeros = _dense(3 * self.units, name="inputs")(x), nn.initializers.zeros
+        inputs, zeros = Dense(3 * self.units, name="inputs")(x), nn.initializers.zeros
         kernel = self.param("recurrent_kernel", zeros, (self.units, 3 * self.units))
         bias = self.param("candidate_bias", zeros, (self.units,))
         bias = jnp.pad(bias, (2 * self.units, 0))  # the gates have that of the inputs
@@ -104,6 +121,7 @@ class ActorCritic(nn.Module):
     shared_torso: bool
     activation: str
     convolution: Literal["auto", "patches", "xla"]
+    dense: Literal["xla", "fused"]
     log_std: str | None
 
     def setup(self) -> None:
@@ -116,12 +134,12 @@ class ActorCritic(nn.Module):
             self.memory = Memory(self.gru_units)
         self.policy = self._torso(cnn, dense + self.policy_layers)
         self.value = self._torso(cnn, dense + self.value_layers)
-        self.policy_head = _dense(self.num_outputs)
-        self.value_head = _dense(1)
+        self.policy_head = Dense(self.num_outputs)
+        self.value_head = Dense(1)
         if self.log_std == "parameter":
             self.log_std_value = self.param("log_std", nn.initializers.zeros, (self.num_outputs,))
         elif self.log_std == "state":
-            self.log_std_head = _dense(self.num_outputs)
+            self.log_std_head = Dense(self.num_outputs)
 
     def num_units(self, shape: tuple[int, ...]) -> int:
         """Numbers that all layers hold for one observation of a shape, patches of images among them."""
@@ -133,20 +151,19 @@ class ActorCritic(nn.Module):
         return units + sum(self.policy_layers) + sum(self.value_layers) + self.num_outputs + 1
 
     def _torso(self, cnn_layers: CnnLayers, layers: tuple[int, ...]) -> Torso:
-        return Torso(cnn_layers, layers, self.activation, self.convolution)
+        return Torso(cnn_layers, layers, self.activation, self.convolution, self.dense)
 
     def __call__(self, x: Array, carry: Any, first: Array) -> NetworkOutput:
         """X [..., F] or images [..., H, W, C]; with a memory as that is called."""
         features, carry = self._features(x, carry, first)
-        policy = self.policy(features)
-        value = self._value(features)
-        mean = self.policy_head(policy)
-        log_std = None
+        if self.log_std == "state":
+            policy = self.policy(features)
+            mean, log_std = self.policy_head(policy), self.log_std_head(policy)
+            return NetworkOutput(mean, jnp.clip(log_std, -20.0, 2.0), self._value(features), carry)
+        mean, log_std = self.policy(features, self.policy_head), None
         if self.log_std == "parameter":
             log_std = jnp.broadcast_to(self.log_std_value, mean.shape)
-        elif self.log_std == "state":
-            log_std = jnp.clip(self.log_std_head(policy), -20.0, 2.0)
-        return NetworkOutput(mean, log_std, value, carry)
+        return NetworkOutput(mean, log_std, self._value(features), carry)
 
     def value_alone(self, x: Array, carry: Any, first: Array) -> Array:
         """[...] the value that `__call__` gives; the policy need not be traced for it."""
@@ -159,7 +176,7 @@ class ActorCritic(nn.Module):
         return self.memory(x, carry, first) if self.gru_units else (x, carry)
 
     def _value(self, features: Array) -> Array:
-        return self.value_head(self.value(features)).squeeze(-1)
+        return self.value(features, self.value_head).squeeze(-1)
 
 
 def init_params(

@@ -52,6 +52,7 @@ CASES = {
         {"cnn_layers": ((8, 3, 2), (6, 2, 1)), "activation": "relu"},
     ),
     "a number": (Box(-INF, INF, ()), Box(-1.0, 1.0, ()), {}),
+    "fused": (VECTOR, Discrete(3), {"dense": "fused"}),
     "float64": (Box(-1.0, 1.0, (2,), "float64"), Discrete(2), {}),
 } | {name: (VECTOR, TORQUES, {"activation": name}) for name in ACTIVATIONS if name != "tanh"}
 

@@ -1,0 +1,200 @@
+"""Small dense layers as one GPU kernel, and their gradient as another (`--dense fused`).
+
+What lies between layers never leaves the chip. XLA writes it to memory and reads it again, which is most of
+what an update of many small networks does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_batching import custom_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from purejaxppo.activations import ACTIVATIONS
+from purejaxppo.types import PyTree
+
+Weights = tuple[Array, Array]  # a layer's kernel [P, F] and bias [F]
+
+_MOST = 3 * 64 * 64  # numbers of all kernels together, as registers hold them
+_LEAST = 16  # rows and columns of a product on a GPU
+_TILE = 32  # samples at a time
+_BLOCK = 128  # samples of a run that a program of the grid has
+
+
+def fused_layers(x: Array, weights: list[Weights], activation: str) -> Array:
+    """[..., P] through layers to [..., F], each followed by the activation, but the last.
+
+    As many of the last ones as fit are one kernel.
+    """
+    sizes = (math.prod(map(_padded, kernel.shape)) for kernel, _ in reversed(weights))
+    fit = sum(size <= _MOST for size in itertools.accumulate(sizes))
+    first, last = weights[: len(weights) - fit], weights[len(weights) - fit :]
+    if not last:
+        return _layers(x, weights, activation)
+    x = _hidden(x, first, activation)
+    samples = x.reshape(1, -1, x.shape[-1])  # of one run
+    y: Any = _fused(samples, [(kernel[None], bias[None]) for kernel, bias in last], activation)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _layers(x: Array, weights: list[Weights], activation: str) -> Array:
+    *hidden, (kernel, bias) = weights
+    return _hidden(x, hidden, activation) @ kernel + bias
+
+
+def _hidden(x: Array, weights: list[Weights], activation: str) -> Array:
+    for kernel, bias in weights:
+        x = ACTIVATIONS[activation](x @ kernel + bias)
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _fused(x: Array, weights: list[Weights], activation: str) -> Array:
+    """[R, B, P] -> [R, B, F] by weights [R, ...]."""
+
+    def forward(x: Array, weights: list[Weights]) -> Array:
+        out = jax.ShapeDtypeStruct((*x.shape[:2], weights[-1][1].shape[-1]), x.dtype)
+        kernel = functools.partial(_forward_kernel, activation, x.shape[1])
+        return _call(kernel, (x, weights), out, _of_run(out))
+
+    return _of_any_runs(forward)(x, weights)
+
+
+def _forward(x: Array, weights: list[Weights], activation: str) -> tuple[Array, Any]:
+    return _fused(x, weights, activation), (x, weights)
+
+
+def _backward(activation: str, saved: Any, grad: Array) -> tuple[Array, list[Weights]]:
+    """The gradients of what `_forward` saved; the weights' in parts, one of each block of samples."""
+
+    def backward(x: Array, weights: list[Weights], grad: Array) -> tuple[Array, PyTree]:
+        blocks, of_x = _num_blocks(x.shape[1]), jax.ShapeDtypeStruct(x.shape, x.dtype)
+        parts = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct((len(w), blocks, *w.shape[1:]), w.dtype), weights
+        )
+        kernel = functools.partial(_backward_kernel, activation, x.shape[1])
+        specs = _of_run(of_x), jax.tree.map(_of_block, parts)
+        return _call(kernel, (x, weights, grad), (of_x, parts), specs)
+
+    of_x, parts = _of_any_runs(backward)(*saved, grad)
+    return of_x, jax.tree.map(lambda x: jnp.sum(x, 1) if x.shape[1] > 1 else x[:, 0], parts)
+
+
+_fused.defvjp(_forward, _backward)
+
+
+def _of_any_runs(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A function of arrays [R, ...] that vmapped over more has them all as one axis: a grid has few."""
+    function = custom_vmap(function)
+
+    @function.def_vmap
+    def _(size: int, batched: Any, *arguments: Any) -> tuple[PyTree, PyTree]:
+        def fold(x: Array, is_batched: bool) -> Array:
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = function(*jax.tree.map(fold, arguments, tuple(batched)))
+        results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return function
+
+
+def _padded(size: int) -> int:
+    """The power of two that a side is padded to in the kernel, with zeros."""
+    return max(_LEAST, pl.next_power_of_2(size))
+
+
+def _num_blocks(samples: int) -> int:
+    return -(-samples // _BLOCK)
+
+
+def _of_run(x: Any) -> pl.BlockSpec:
+    """Of [R, ...] a program has one run's."""
+    return pl.BlockSpec((None, *x.shape[1:]), lambda run, block: (run,) + (0,) * (x.ndim - 1))
+
+
+def _of_block(x: Any) -> pl.BlockSpec:
+    """Of [R, blocks, ...] a program has its own."""
+    return pl.BlockSpec(
+        (None, None, *x.shape[2:]), lambda run, block: (run, block) + (0,) * (x.ndim - 2)
+    )
+
+
+def _call(kernel: Any, arguments: tuple[PyTree, ...], out: PyTree, specs: PyTree) -> Any:
+    """A kernel for all blocks of samples of all runs. CPUs interpret it, which is slow."""
+    runs, samples, _ = arguments[0].shape
+    return pl.pallas_call(
+        kernel,
+        grid=(runs, _num_blocks(samples)),
+        in_specs=jax.tree.map(_of_run, list(arguments)),
+        out_specs=specs,
+        out_shape=out,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=jax.default_backend() == "cpu",
+    )(*arguments)
+
+
+def _forward_kernel(activation: str, samples: int, x: Any, weights: Any, out: Any) -> None:
+    loaded = jax.tree.map(_load, weights)
+
+    def tile(begin: Array, _: None) -> None:
+        _store(out, _layers(_load(x, begin), loaded, activation), begin)
+
+    _for_each_tile(samples, tile, None)
+
+
+def _backward_kernel(
+    activation: str, samples: int, x: Any, weights: Any, grad: Any, of_x: Any, of_weights: Any
+) -> None:
+    """Computes the layers again, from which little is to be read, for their gradient."""
+    loaded = jax.tree.map(_load, weights)
+
+    def tile(begin: Array, total: PyTree) -> PyTree:
+        layers = functools.partial(_layers, activation=activation)
+        _, pull_back = jax.vjp(layers, _load(x, begin), loaded)
+        of_tile, of_loaded = pull_back(_load(grad, begin))
+        _store(of_x, of_tile, begin)
+        return jax.tree.map(jnp.add, total, of_loaded)
+
+    total = _for_each_tile(samples, tile, jax.tree.map(jnp.zeros_like, loaded))
+    jax.tree.map(_store, of_weights, total)
+
+
+def _for_each_tile(samples: int, tile: Callable[[Array, Any], Any], carry: PyTree) -> PyTree:
+    """A loop over the tiles of this program's block."""
+    first, tiles = pl.program_id(1) * _BLOCK, -(-min(samples, _BLOCK) // _TILE)
+    return jax.lax.fori_loop(0, tiles, lambda i, carry: tile(first + i * _TILE, carry), carry)
+
+
+def _window(ref: Any, begin: Array | None) -> tuple[Any, Array]:
+    """An array padded, or the tile of it from a row on, and which of its numbers there are."""
+    sizes = tuple(map(_padded, ref.shape))
+    starts: list[Any] = [0] * len(sizes)
+    if begin is not None:
+        sizes, starts[0] = (_TILE, *sizes[1:]), begin
+    there = [
+        start + jax.lax.broadcasted_iota(jnp.int32, sizes, axis) < ref.shape[axis]
+        for axis, start in enumerate(starts)
+    ]
+    index = tuple(pl.ds(start, size) for start, size in zip(starts, sizes, strict=True))
+    return ref.at[index], functools.reduce(jnp.logical_and, there)
+
+
+def _load(ref: Any, begin: Array | None = None) -> Array:
+    window, there = _window(ref, begin)
+    return triton.load(window, mask=there, other=0.0)
+
+
+def _store(ref: Any, value: Array, begin: Array | None = None) -> None:
+    window, there = _window(ref, begin)
+    triton.store(window, value, mask=there)

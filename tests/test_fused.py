@@ -1,0 +1,124 @@
+"""Dense layers as one kernel, interpreted here: the layers, a training, and what a GPU is given."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from iterations import apply, jit
+
+from purejaxppo.agent import make_agent
+from purejaxppo.config import Config, Hyper
+from purejaxppo.fused import fused_layers
+from purejaxppo.spaces import Box, Discrete
+from purejaxppo.values import ConfigError
+
+
+def layer_by_layer(x, weights, activation):
+    *hidden, (kernel, bias) = weights
+    for w, b in hidden:
+        x = {"tanh": jnp.tanh, "swish": jax.nn.swish}[activation](x @ w + b)
+    return x @ kernel + bias
+
+
+def numbers(runs, samples, widths):
+    """Of each run: x, weights of layers of these widths, and a gradient of what comes out."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.float32(rng.normal(size=(*runs, *shape)))  # noqa: E731
+    weights = [(normal(p, f) / p**0.5, normal(f)) for p, f in itertools.pairwise(widths)]
+    return normal(samples, widths[0]), weights, normal(samples, widths[-1])
+
+
+def with_gradients(layers, activation, runs):
+    def function(x, weights, grad):
+        y, pull_back = jax.vjp(lambda x, weights: layers(x, weights, activation), x, weights)
+        return y, *pull_back(grad)
+
+    for _ in runs:
+        function = jax.vmap(function)
+    return jit(function)
+
+
+@pytest.mark.parametrize(
+    ("activation", "runs", "samples", "widths"),
+    [
+        ("tanh", (), 5, (4, 64, 64, 2)),
+        ("tanh", (2, 3), 32, (4, 8, 1)),
+        ("swish", (2,), 300, (3, 20, 7, 2)),  # in three blocks, the last of which is not full
+        ("tanh", (), 40, (200, 100, 64, 3)),  # the first layer does not fit
+    ],
+)
+def test_layers_and_their_gradients(activation, runs, samples, widths):
+    given = numbers(runs, samples, widths)
+    ours = with_gradients(fused_layers, activation, runs)(*given)
+    expected = with_gradients(layer_by_layer, activation, runs)(*given)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_runs_that_share_their_weights():
+    x, weights, _ = numbers((), 12, (4, 8, 2))
+    each = jit(jax.vmap(lambda x: fused_layers(x, weights, "tanh")))(x.reshape(3, 4, 4))
+    expected = layer_by_layer(x, weights, "tanh")
+    np.testing.assert_allclose(each.reshape(12, 2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_as_many_of_the_last_layers_as_fit():
+    """Three of 64 units beside each other, and none of more than 500."""
+
+    def kernels(*widths):
+        x, weights, _ = numbers((), 2, widths)
+        found = str(jax.make_jaxpr(lambda x: fused_layers(x, weights, "tanh"))(x))
+        outside = sum(
+            equation.primitive.name == "dot_general"
+            for equation in jax.make_jaxpr(lambda x: fused_layers(x, weights, "tanh"))(x).eqns
+        )
+        return found.count("pallas_call["), outside
+
+    assert kernels(64, 64, 64, 3) == (1, 0)
+    assert kernels(64, 64, 64, 64, 64, 3) == (1, 2)
+    assert kernels(600, 513, 18) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shared_torso": True, "policy_layers": (16,)},
+        {"log_std": "state"},
+        {"gru_units": 8, "value_layers": (16, 16)},
+    ],
+)
+def test_a_network_is_the_same_but_for_rounding(options):
+    spaces = Box(-1.0, 1.0, (3,)), Box(-1.0, 1.0, (2,))
+    ours, expected = (
+        make_agent(Config(dense=dense, torso_layers=(16,), **options), *spaces)
+        for dense in ("fused", "xla")
+    )
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(expected.init, jax.random.key(0), Hyper())
+    params = jax.tree.map(lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)), shapes)
+    obs, first = jnp.float32(rng.normal(size=(5, 3))), jnp.ones(5, bool)
+    outputs = (
+        apply(agent, params, None, obs, agent.init_carry(5), first) for agent in (ours, expected)
+    )
+    chex.assert_trees_all_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="compiles Triton's code already to lower it, for a GPU"
+)
+def test_a_gpu_is_given_one_kernel_and_one_for_the_gradient(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    function = with_gradients(fused_layers, "tanh", (2,))
+    traced = function.trace(*numbers((2,), 128, (4, 64, 64, 2)))
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("__gpu$xla.gpu.triton") == 2
+    assert "stablehlo.dot_general" not in lowered
+
+
+def test_not_for_tpus(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(ConfigError, match="--dense fused: these kernels are for GPUs"):
+        make_agent(Config(dense="fused"), Box(-1.0, 1.0, (3,)), Discrete(2))
