@@ -227,7 +227,10 @@ class Display:
 
 
 def _given_up(episodes: int) -> str:
-    return f"{episodes} episodes were given up after {MAX_STEPS:,} steps, and do not count"
+    return (
+        f"{episodes} episodes were given up after {MAX_STEPS:,} steps, or ended by an invalid one, "
+        "and do not count"
+    )
 
 
 def _cell(*bounds: float) -> str:

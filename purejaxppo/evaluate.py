@@ -18,7 +18,7 @@ from purejaxppo.types import Episode, PyTree
 MAX_STEPS = 10_000
 
 
-def key_of(seed: int, number: int = 0) -> Array:
+def key_of(seed: int | Array, number: int = 0) -> Array:
     """The key of a set of episodes: none of those that a training with this seed makes of its own."""
     return jax.random.fold_in(jax.random.key(seed), 2**32 - 1 - number)
 
@@ -74,14 +74,16 @@ def evaluate(
     key: Array,
     sampled: bool = False,
 ) -> Episode:
-    """The first episode of each environment, so that short ones do not weigh more; consumes key.
+    """The first episode of each environment, so that short ones do not weigh more.
 
     Args:
         env: of E environments.
+        key: consumed; none of a training, see `key_of`.
         sampled: sample the actions, as a rollout does, instead of taking the most likely ones.
 
     Returns:
-        [E]; `ended` is False for an episode that was given up, which should not be counted.
+        [E]; `ended` is False for an episode that was given up, or ended by an invalid step: it should not be
+        counted.
     """
     num_envs = env.num_envs
     limit = env.max_episode_steps or MAX_STEPS
@@ -103,4 +105,5 @@ def evaluate(
         player=begin(env, agent, key_reset),  # without a rollout: later episodes do not count
         episode=Episode(zeros.astype(bool), zeros, zeros.astype(jnp.int32)),
     )
-    return jax.lax.while_loop(unfinished, step, start).episode
+    episode = jax.lax.while_loop(unfinished, step, start).episode
+    return episode.replace(ended=episode.ended & ~jnp.isnan(episode.score))

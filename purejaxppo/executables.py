@@ -17,6 +17,7 @@ import os
 import pickle
 import platform
 import sys
+import sysconfig
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -245,7 +246,8 @@ def fingerprint(*parts: Any) -> str | None:
     """What a program is kept under that is traced from these, which their `repr` tells; None if it is not kept.
 
     It is not in a process that another script began, which may have changed what functions do, nor where
-    a file has changed since this process began, nor on accelerators, where this has not been tried.
+    a file has changed since this process began, nor on accelerators, where this has not been tried. Of what our
+    code, changed by its user, takes from elsewhere, files of no installed package are noticed, and no others.
     """
     settings, flags = jax.config.values, os.environ.get("XLA_FLAGS", "").strip()
     cache = settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]
@@ -283,7 +285,20 @@ def _code() -> tuple[str, float]:
                 found.update(f"{path} {about.st_size} ".encode())
                 is_ours = package is purejaxppo
                 found.update(Path(path).read_bytes() if is_ours else b"%d" % about.st_mtime_ns)
+    for path in _files_of_users():
+        with contextlib.suppress(OSError):
+            youngest = max(youngest, os.stat(path).st_mtime)
+            found.update(f"{path} ".encode() + Path(path).read_bytes())
     return found.hexdigest(), youngest
+
+
+def _files_of_users() -> list[str]:
+    """Files of modules that belong to no installed package, but that which the process began with."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = *{sysconfig.get_path(name) for name in names}, *purejaxppo.__path__
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    files -= {"", getattr(sys.modules["__main__"], "__file__", None) or ""}
+    return sorted(path for path in files if not path.startswith(installed))
 
 
 def _files_of(package: ModuleType) -> Iterator[str]:

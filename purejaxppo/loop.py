@@ -336,7 +336,8 @@ class Training:
         run, count = self.runs[counts.argmax()], counts.max()
         self.display.say(
             f"{run.name}: {count:,} of {len(steps) * self.config.batch_size:,} steps were invalid and are left "
-            "out: an observation or reward that is no number, or a truncation without may_truncate"
+            "out: an observation or reward that is no number, or too large to be squared, or a truncation "
+            "without may_truncate"
         )
 
     def _evaluate_now(self) -> None:

@@ -182,7 +182,7 @@ class ActorCritic(nn.Module):
 def init_params(
     network: nn.Module, key: Array, example: tuple, policy_gain: Scalar, init_log_std: Scalar
 ) -> Any:
-    """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero.
+    """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero; see also `_fill`.
 
     Gains are sqrt(2) for hidden layers, 1 for a memory and the value's head, policy_gain for the policy's
     and 0.01 for that of a log-std; the log standard deviation starts at init_log_std.
@@ -203,9 +203,21 @@ def init_params(
         if path[-1].key.endswith("kernel"):
             params.append(gains.get(path[-2].key, 2**0.5) * next(weights))
         else:
-            fill = init_log_std if path[0].key.startswith("log_std") else 0.0
+            fill = _fill(path, init_log_std)
             params.append(jnp.full(leaf.shape, fill, leaf.dtype))
     return jax.tree.unflatten(treedef, params)
+
+
+def _fill(path: Any, init_log_std: Scalar) -> Scalar:
+    """What a parameter that is no kernel begins with."""
+    match path[0].key, path[-1].key:
+        case (("log_std" | "log_std_head"), _):
+            return init_log_std
+        case _, ("bias" | "candidate_bias"):
+            return 0.0
+        case _, "scale":  # of a normalisation
+            return 1.0
+    raise ValueError(f"init_params: what does {jax.tree_util.keystr(path)} begin with?")
 
 
 def orthogonal(key: Array, shapes: list[tuple[int, ...]]) -> list[Array]:

@@ -109,9 +109,11 @@ def act(
     """[B, *action_space.shape] actions for observations [B, ...], sampled where key is given.
 
     Raises:
-        ValueError: the agent has a memory.
+        ValueError: the agent has a memory, or the observations are no batch.
     """
     _without_memory(agent)
+    if obs.ndim != 1 + len(agent.observation_space.shape):
+        raise ValueError(f"obs {list(obs.shape)}: must be [B, *{agent.observation_space.shape}]")
     return step(agent, params, obs_stats, obs, (), jnp.ones(obs.shape[0], bool), key)[0]
 
 

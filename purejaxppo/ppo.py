@@ -51,9 +51,10 @@ def iterate(
 
     Args:
         hyper: of scalars.
-        iterations: [] how many there are in all, over which annealing runs.
+        iterations: [] how many there are in all, over which annealing runs; after that it stays at its end.
     """
-    now = annealed(setup.config, hyper, 1.0 - state.iteration / iterations)
+    remaining = jnp.maximum(1.0 - state.iteration / iterations, 0.0)
+    now = annealed(setup.config, hyper, remaining)
     draws = draw(setup, jax.random.fold_in(state.key, state.iteration))
     state, data = rollout(setup, state, draws)
     advantage = advantages(setup, state, data, hyper)
@@ -88,10 +89,11 @@ def summarize(
     target_var = weighted_var(advantage + steps.value, weight)
     unexplained = weighted_var(advantage, weight) / target_var
     unit = stats.return_scale(state.return_stats) / hyper.reward_scale
-    count = jnp.sum(episodes.ended)
+    whole = episodes.ended & ~jnp.isnan(episodes.score)
+    count = jnp.sum(whole)
     return Metrics(
-        episode_return=jnp.sum(jnp.where(episodes.ended, episodes.score, 0.0)) / count,
-        episode_length=jnp.sum(jnp.where(episodes.ended, episodes.length, 0)) / count,
+        episode_return=jnp.sum(jnp.where(whole, episodes.score, 0.0)) / count,
+        episode_length=jnp.sum(jnp.where(whole, episodes.length, 0)) / count,
         episodes=count,
         value_mean=weighted_mean(steps.value, weight) * unit,
         **vars(applied.losses),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from purejaxppo.devices import AXIS
 from purejaxppo.effort import compiler_options
 from purejaxppo.envs.base import VectorEnvironment
 from purejaxppo.envs.checks import check_environment
+from purejaxppo.envs.custom import adapted
 from purejaxppo.evaluate import evaluate
 from purejaxppo.plan import MAX_CHUNK, Plan
 from purejaxppo.rollouts import Setup
@@ -62,14 +64,17 @@ def make_train(
     It returns the final state and metrics [iterations].
 
     Args:
-        env: an `Environment`, in place of the one that the configuration names.
+        env: an `Environment`, or one of Gymnax's style, in place of the one that the configuration names.
 
     Raises:
         ConfigError: as `make_setup`, an environment outside of the program, or one that is not as the
             protocol says; when called, a Hyper that does not go with the configuration.
     """
     if env is not None:
-        check_environment(type(env).__name__, env)
+        name = type(env).__name__
+        env = adapted(name, env)
+        check_environment(name, env)
+        config = dataclasses.replace(config, env=name)  # as messages call it
     setup = make_setup(config, env)
     if setup.env.external:
         raise ConfigError(

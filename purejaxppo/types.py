@@ -30,7 +30,7 @@ class Episode(struct.PyTreeNode):
     """Statistics of an episode, meaningful where it ended: the game's own score."""
 
     ended: Array  # [N] bool
-    score: Array  # [N] undiscounted sum of the environment's rewards
+    score: Array  # [N] undiscounted sum of the environment's rewards; NaN where an invalid step ended it
     length: Array  # [N] int32, steps
 
 
@@ -80,7 +80,10 @@ class TrainState(struct.PyTreeNode):
 
 
 class Metrics(struct.PyTreeNode):
-    """One iteration in numbers. Episode means are NaN where no episode ended."""
+    """One iteration in numbers. Episode means are NaN where no episode ended.
+
+    To add one: `losses.LossMetrics`, if it is of a minibatch, or `ppo.summarize`, and here.
+    """
 
     episode_return: Array  # [] mean score of the episodes that ended
     episode_length: Array  # [] their mean length, steps

@@ -190,7 +190,7 @@ def _loss(
 
 
 def annealed(config: Config, hyper: Hyper, remaining: Array) -> Hyper:
-    """The hyperparameters of an iteration; remaining [] is 1 - i / iterations."""
+    """The hyperparameters of an iteration; remaining [] falls from 1 to 0."""
     names = LEARNING_RATES * config.anneal_learning_rate
     names += ("clip_eps", "value_clip_eps") * config.anneal_clip_eps
     names += ("ent_coef",) * config.anneal_ent_coef

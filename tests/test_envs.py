@@ -411,6 +411,7 @@ def test_register_takes_a_name_once():
 
 def test_gymnax_style_environment_of_the_users():
     from gymnax.environments.classic_control import CartPole
+    from gymnax.wrappers import StickyActionWrapper
 
     env = envs.custom.make("mine", CartPole, {"max_steps_in_episode": 20})
     assert (env.max_episode_steps, env.may_truncate) == (20, False)
@@ -431,6 +432,14 @@ def test_gymnax_style_environment_of_the_users():
         observation_space = action_space = lambda *_: gymnax_spaces.Discrete(2)
         reset_env = step_env = lambda *_: None
         is_truncated = lambda *_: False  # noqa: E731
+
+    class Shaped(CartPole):
+        def step(self, key, state, action, params=None):
+            return super().step(key, state, action, params)
+
+    for wrapped in (Shaped(), StickyActionWrapper(CartPole())):
+        with pytest.raises(ConfigError, match="what its step does would be left out"):
+            envs.gymnax.GymnaxEnvironment(wrapped)
 
     with pytest.raises(ConfigError, match="default_params are None: must be a dataclass"):
         envs.gymnax.build("mine", type("Bare", (Endless,), {"default_params": None}), {})
@@ -457,6 +466,35 @@ def test_gymnax_style_bounds_however_they_are_made():
         made = envs.gymnax.GymnaxEnvironment(env)
         assert made.observation_space == of_cartpole
     assert np.isfinite(env.observation_space(env.default_params).low).all()
+
+
+def test_gymnax_style_environment_without_a_clock():
+    """Of which Gymnax's own `is_truncated` reads the time."""
+    from gymnax.environments.classic_control import CartPole
+
+    @dataclasses.dataclass(frozen=True)
+    class Params:
+        max_steps_in_episode: int = 3
+
+    class Timeless(CartPole):
+        default_params = Params()
+
+        def observation_space(self, params):
+            return gymnax_spaces.Box(-1.0, 1.0, (4,))
+
+        def reset_env(self, key, params):
+            return jnp.zeros(4), jnp.zeros(4)
+
+        def step_env(self, key, state, action, params):
+            return state, state, 1.0, False, {}
+
+    env = Vectorized(envs.custom.make("mine", Timeless, {}), num_envs=1)
+    key, action = jax.random.split(jax.random.key(0), 1), jnp.zeros(1, jnp.int32)
+    state, lengths = env.reset(key), []
+    for _ in range(3):
+        state, timestep, episode = env.step(key, state, action)
+        lengths += episode.length[timestep.truncated].tolist()
+    assert lengths == [3]
 
 
 def test_gymnax_style_environment_that_gives_something_else():

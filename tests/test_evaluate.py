@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from probes import Clock
+from probes import Clock, Poisoned
 
 from purejaxppo import evaluate as evaluate_module
 from purejaxppo import ppo, stats
@@ -94,6 +94,17 @@ def test_an_evaluation_gives_up_an_episode_without_end(monkeypatch):
     result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
     np.testing.assert_array_equal(result.ended, np.arange(1, 10) <= 6)
     np.testing.assert_array_equal(result.length, np.minimum(np.arange(1, 10), 6))
+
+
+def test_an_episode_that_an_invalid_step_ended_does_not_count():
+    env = Vectorized(Poisoned(poison="reward"), num_envs=32)
+    agent = make_setup(Config(torso_layers=()), env.env).agent
+    shapes = jax.eval_shape(agent.init, jax.random.key(0), Hyper())
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes)
+    result = jax.jit(lambda key: evaluate(env, agent, params, None, key))(jax.random.key(0))
+    np.testing.assert_array_equal(result.length, np.where(result.ended, 6, 3))
+    assert 0 < result.ended.sum() < 32
+    assert np.isfinite(result.score[result.ended]).all()
 
 
 def test_episodes_begin_otherwise_than_a_training_with_their_seed():

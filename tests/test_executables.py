@@ -277,6 +277,17 @@ def test_fingerprints_tell_programs_apart(package, monkeypatch):
     assert write(package / "assets" / "ant.pyc", "two", time=2) == first
 
 
+def test_files_of_no_package_count_where_they_are_loaded(package, monkeypatch):
+    path = package.parent / "my_torso.py"
+    write(path, "one", time=1)
+    before = fingerprint()
+    monkeypatch.setitem(sys.modules, "my_torso", types.SimpleNamespace(__file__=str(path)))
+    executables._code.cache_clear()
+    loaded = fingerprint()
+    write(path, "two", time=1)  # of the same size and age
+    assert len({before, loaded, fingerprint(), None}) == 4
+
+
 def test_nothing_is_kept_of_code_that_changes_meanwhile(package):
     """It may have been read before."""
     assert fingerprint() is not None

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import flax.linen as nn
 import iterations
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from purejaxppo.config import Config, Hyper
 from purejaxppo.convolutions import CNN_LAYERS
 from purejaxppo.distributions import Categorical, Gaussian, MultiCategorical, TanhGaussian
 from purejaxppo.losses import Minibatch, ppo_loss
-from purejaxppo.networks import orthogonal
+from purejaxppo.networks import init_params, orthogonal
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete
 from purejaxppo.values import ConfigError
 
@@ -114,6 +115,24 @@ def test_images_are_convolved_by_default(space, torso, numbers):
     agent, params = shapes(space, Discrete(3), torso_layers=(8,), **options)
     assert params["policy"]["Dense_0"]["kernel"].shape == (space.size, 8)
     assert "torso" not in params
+
+
+def test_what_other_parameters_begin_with():
+    class Normalised(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(nn.Dense(3)(x))
+
+    class Unknown(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x) * self.param("query", nn.initializers.ones, ())
+
+    x, rest = jnp.ones(3), (jax.random.key(0), (jnp.ones(3),), 1.0, 0.0)
+    layer = init_params(Normalised(), *rest)["LayerNorm_0"]
+    chex.assert_trees_all_equal(layer, {"scale": x, "bias": 0 * x})
+    with pytest.raises(ValueError, match=r"init_params: what does \['query'\] begin with"):
+        init_params(Unknown(), *rest)
 
 
 def test_convolutions_are_initialised_orthogonally_too():

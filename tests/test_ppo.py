@@ -338,7 +338,9 @@ def test_a_step_that_is_not_finite_harms_nothing_else(poison, value):
     np.testing.assert_array_equal(steps.obs[3, :, 1], np.where(bad, 0, 3))
     np.testing.assert_array_equal(steps.reward[2, bad], 0.0)
     np.testing.assert_array_equal(data.episodes.ended[2], bad)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(data))
+    np.testing.assert_array_equal(np.isnan(data.episodes.score), ~np.asarray(steps.valid))
+    leaves = jax.tree.leaves((steps, data.final))
+    assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
     # The others, and these until then, are what they were.
     unharmed = np.asarray(steps.valid).all(axis=0)
     for actual, expected in zip(
@@ -460,6 +462,12 @@ def summary_of(value, advantage, ended=False, return_stats=None, valid=True, rew
     return ppo.summarize(
         state, Rollout(steps, episodes, (), Final(zeros[:0], ())), advantage, updates, hyper
     )
+
+
+def test_annealing_is_over_after_the_last_iteration():
+    setup, state, hyper = setup_and_state(TimeLimit())
+    _, metrics = iterate(setup, state.replace(iteration=jnp.int32(9)), hyper, 8.0)
+    assert metrics.learning_rate == 0
 
 
 def test_episodes_are_averaged_over_those_that_ended():

@@ -54,6 +54,8 @@ def test_act_is_the_same_within_jit_and_vmap():
     def acts(params, obs, key):
         return act(setup.agent, params, stats, obs), act(setup.agent, params, stats, obs, key)
 
+    with pytest.raises(ValueError, match=r"obs \[4\]: must be \[B, \*\(4,\)\]"):
+        act(setup.agent, params, stats, obs[0, 0])
     together = jax.jit(jax.vmap(acts))(params, obs, keys)
     for i, key in enumerate(keys):
         own = jax.tree.map(lambda x, i=i: x[i], params)
@@ -245,6 +247,14 @@ def test_an_environment_made_in_python_has_to_give_what_the_protocol_says():
         make_train(CONFIG, Mistaken())
     with pytest.raises(ConfigError, match="it has no observation_space"):
         make_train(CONFIG, "Acrobot-v1")
+
+
+def test_an_environment_made_in_python_may_be_in_gymnax_style_and_is_called_by_its_name():
+    from gymnax.environments.classic_control import CartPole
+
+    assert callable(make_train(CONFIG, CartPole()))
+    with pytest.raises(ConfigError, match="does not fit the observations of CartPole, "):
+        make_train(dataclasses.replace(CONFIG, cnn_layers=((4, 3, 1),)), CartPole())
 
 
 def test_hyperparameters_made_in_python_are_validated():

@@ -220,7 +220,8 @@ class Vectorized:
             pool=state.pool,
             pool_index=pool_index,
         )
-        return after, timestep, Episode(ended, score, length)
+        assert timestep.valid is not None
+        return after, timestep, Episode(ended, jnp.where(timestep.valid, score, jnp.nan), length)
 
     def _start(self, key: Array) -> tuple[PyTree, Array]:
         state, obs = self.env.reset(key)

@@ -62,10 +62,18 @@ def _build(name: str, factory: Factory, arguments: dict[str, Any]) -> Environmen
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"--env-args: {name}: {error}") from None
-    env = factory(**arguments)
-    if hasattr(env, "step_env"):
-        from purejaxppo.envs import gymnax
+    return adapted(name, factory(**arguments))
 
-        require(name, env, _GYMNAX_STYLE)
-        return gymnax.GymnaxEnvironment(env)
-    return env
+
+def adapted(name: str, env: Any) -> Environment:
+    """An environment as it is, or one of Gymnax's style as ours.
+
+    Raises:
+        ConfigError: it is of that style, and lacks something.
+    """
+    if not hasattr(env, "step_env"):
+        return env
+    from purejaxppo.envs import gymnax
+
+    require(name, env, _GYMNAX_STYLE)
+    return gymnax.GymnaxEnvironment(env)

@@ -23,6 +23,7 @@ from purejaxppo.values import ConfigError, check_arguments
 
 # Gymnax imports these for drawing only, and they take longer to load than all the rest.
 _DRAWING = ("matplotlib", "matplotlib.pyplot", "matplotlib.colors", "seaborn")
+_ENVIRONMENTS = "gymnax.environments."  # whose own `step` does what `Vectorized` does
 
 
 class _Deferred(ModuleType):
@@ -69,8 +70,14 @@ class GymnaxEnvironment:
         self.action_space = convert_space(actions)
         limit = getattr(self._params, "max_steps_in_episode", None)
         self.max_episode_steps = int(limit) if limit is not None and limit % 1 == 0 else limit
-        base = _import_gymnax().environments.environment.Environment
-        self.may_truncate = type(env).is_truncated is not base.is_truncated
+        base, own = _import_gymnax().environments.environment.Environment, type(env)
+        step = getattr(own, "step", base.step)
+        if not (hasattr(own, "step_env") and step.__module__.startswith(_ENVIRONMENTS)):
+            raise ConfigError(
+                f"{own.__name__}: the trainer calls step_env, so what its step does would be left out, "
+                "as that of a wrapper is"
+            )
+        self.may_truncate = own.is_truncated is not base.is_truncated
 
     def reset(self, key: Array) -> tuple[PyTree, Array]:
         """(state, obs) of a new episode; consumes key."""
@@ -83,7 +90,8 @@ class GymnaxEnvironment:
         given = self._env.step_env(key, state, action, self._params)
         parts = "obs", "state", "reward", "done", "info"
         obs, state, reward, terminated, _ = self._unpacked("step_env", given, *parts)
-        truncated = self._env.is_truncated(state, self._params)
+        # Gymnax's own is the time limit, whose clock is the trainer's.
+        truncated = self.may_truncate and self._env.is_truncated(state, self._params)
         return state, TimeStep(obs, reward, terminated, jnp.asarray(truncated))
 
     def _unpacked(self, method: str, given: Any, *parts: str) -> Sequence[Any]:
