@@ -87,15 +87,16 @@ def uniform_scores(config: Config, env: Any, episodes: int) -> np.ndarray:
     vector = envs.vectorize(config, env, episodes)
 
     def play(key: jax.Array) -> jax.Array:
-        return evaluate(vector, uniform, None, None, key, sampled=True).score.mean()
+        return evaluate(vector, uniform, None, None, key, sampled=True).score
 
     keys = jax.random.split(jax.random.key(7), RANDOM_POLICIES)
     if not vector.external:
-        return np.asarray(jax.jit(lambda k: jax.lax.map(play, k, batch_size=4))(keys))
+        scores = jax.jit(lambda k: jax.lax.map(play, k, batch_size=4))(keys)
+        return np.nanmean(scores, axis=1)
     one, scores = jax.jit(play), []
     for key in keys:
         vector.prepare()
-        scores.append(float(one(key)))
+        scores.append(np.nanmean(one(key)))
     return np.array(scores)
 
 
@@ -109,7 +110,7 @@ def untrained_scores(settings: Settings, env: Any) -> np.ndarray:
     seeds = trainer.shard(np.arange(RANDOM_POLICIES, dtype=np.uint32))
     hypers = trainer.shard(stack_hypers([settings.hyper] * RANDOM_POLICIES))
     episodes = trainer.fetch(trainer.evaluate(trainer.init(seeds, hypers, ()), hypers, ()))
-    return episodes.score.mean(axis=1)
+    return np.nanmean(episodes.score, axis=1)
 
 
 def train(env_name: str, target: Target, num_seeds: int, first_seed: int) -> dict[str, Any]:

@@ -159,8 +159,6 @@ def make_agent(config: Config, observation_space: Space, action_space: Space) ->
         raise ConfigError(
             f"--convolution {config.convolution}: the network for {config.env} has no convolutions"
         )
-    if config.dense == "fused" and jax.default_backend() == "tpu":
-        raise ConfigError("--dense fused: these kernels are for GPUs, and this is a TPU")
     network = ActorCritic(
         num_outputs=num_outputs(action_space),
         cnn_layers=cnn_layers,

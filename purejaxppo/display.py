@@ -167,7 +167,7 @@ class Display:
             )
 
     def played(self, episodes: list[tuple[Policy, Episode]], left_out: int) -> None:
-        """What policies reached in episodes [E]; those that were given up do not count.
+        """What policies reached in episodes [E]; those that did not end do not count.
 
         Args:
             left_out: runs that have none.

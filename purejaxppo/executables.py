@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import logging
+import math
 import os
 import pickle
 import platform
@@ -38,6 +39,8 @@ from purejaxppo.effort import quick_below
 
 _MOST_BYTES = 2**30  # of all files; those used last stay
 _YOUNG = 2.0  # seconds by which the clock of a file may differ
+
+_INSTALLED = {"site-packages", "dist-packages"}  # folders of packages
 
 # Packages whose files decide what is traced, data such as robots among them; those that are loaded.
 _PACKAGES = (
@@ -247,7 +250,7 @@ def fingerprint(*parts: Any) -> str | None:
 
     It is not in a process that another script began, which may have changed what functions do, nor where
     a file has changed since this process began, nor on accelerators, where this has not been tried. Of what our
-    code, changed by its user, takes from elsewhere, files of no installed package are noticed, and no others.
+    code, changed by its user, imports at the top, files of no installed package are noticed; nothing else that it reads.
     """
     settings, flags = jax.config.values, os.environ.get("XLA_FLAGS", "").strip()
     cache = settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]
@@ -286,19 +289,31 @@ def _code() -> tuple[str, float]:
                 is_ours = package is purejaxppo
                 found.update(Path(path).read_bytes() if is_ours else b"%d" % about.st_mtime_ns)
     for path in _files_of_users():
-        with contextlib.suppress(OSError):
+        try:
             youngest = max(youngest, os.stat(path).st_mtime)
             found.update(f"{path} ".encode() + Path(path).read_bytes())
+        except OSError:  # within an archive, perhaps
+            youngest = math.inf
     return found.hexdigest(), youngest
 
 
 def _files_of_users() -> list[str]:
     """Files of modules that belong to no installed package, but that which the process began with."""
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = *{sysconfig.get_path(name) for name in names}, *purejaxppo.__path__
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    folders = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *purejaxppo.__path__
+    own = tuple(folder + os.sep for folder in folders)
+    # Not `getattr`, which loads what is lazy.
+    attributes = (
+        object.__getattribute__(module, "__dict__")
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
+    )
+    files = {found.get("__file__") or "" for found in attributes}
     files -= {"", getattr(sys.modules["__main__"], "__file__", None) or ""}
-    return sorted(path for path in files if not path.startswith(installed))
+    return sorted(
+        path
+        for path in files
+        if not path.startswith(own) and _INSTALLED.isdisjoint(Path(path).parts)
+    )
 
 
 def _files_of(package: ModuleType) -> Iterator[str]:

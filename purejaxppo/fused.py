@@ -1,7 +1,8 @@
 """Small dense layers as one GPU kernel, and their gradient as another (`--dense fused`).
 
 What lies between layers never leaves the chip. XLA writes it to memory and reads it again, which is most of
-what an update of many small networks does.
+what an update of many small networks does. Layers that end in a head can be fused: not a shared torso's, nor those
+of a policy with two heads (`--log-std state`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from purejaxppo.types import PyTree
 
 Weights = tuple[Array, Array]  # a layer's kernel [P, F] and bias [F]
 
-_MOST = 3 * 64 * 64  # numbers of all kernels together, as registers hold them
+_MOST = (
+    2 * 64 * 64
+)  # numbers of all kernels together: registers hold these, as many gradients, and a tile of each layer
 _LEAST = 16  # rows and columns of a product on a GPU
 _TILE = 32  # samples at a time
 _BLOCK = 128  # samples of a run that a program of the grid has
@@ -177,7 +180,7 @@ def _for_each_tile(samples: int, tile: Callable[[Array, Any], Any], carry: PyTre
 
 
 def _window(ref: Any, begin: Array | None) -> tuple[Any, Array]:
-    """An array padded, or the tile of it from a row on, and which of its numbers there are."""
+    """An array padded, or the tile of it from a row on, and a mask of what is inside the array."""
     sizes = tuple(map(_padded, ref.shape))
     starts: list[Any] = [0] * len(sizes)
     if begin is not None:

@@ -65,7 +65,7 @@ class Torso(nn.Module):
         if self.cnn_layers:
             x = x.reshape(*x.shape[:-3], math.prod(x.shape[-3:]))
         layers = [Dense(width) for width in self.layers]
-        if self.dense == "fused" and head is not None:
+        if self.dense == "fused" and head is not None and jax.default_backend() != "tpu":
             from purejaxppo.fused import fused_layers  # imports Pallas, which takes a while
 
             layers.append(head)
@@ -182,7 +182,7 @@ class ActorCritic(nn.Module):
 def init_params(
     network: nn.Module, key: Array, example: tuple, policy_gain: Scalar, init_log_std: Scalar
 ) -> Any:
-    """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero; see also `_fill`.
+    """Orthogonal weights (Saxe et al., 2014) with PPO's usual gains, biases of zero, scales of one.
 
     Gains are sqrt(2) for hidden layers, 1 for a memory and the value's head, policy_gain for the policy's
     and 0.01 for that of a log-std; the log standard deviation starts at init_log_std.
@@ -191,6 +191,9 @@ def init_params(
         network: whose `init(key, *example)` gives the shapes.
         key: consumed.
         policy_gain, init_log_std: [].
+
+    Raises:
+        ValueError: a parameter of a name that nothing is said of here.
     """
     gains = {"value_head": 1.0, "policy_head": policy_gain, "log_std_head": 0.01}
     gains |= {"memory": 1.0, "inputs": 1.0}

@@ -112,8 +112,9 @@ def act(
         ValueError: the agent has a memory, or the observations are no batch.
     """
     _without_memory(agent)
-    if obs.ndim != 1 + len(agent.observation_space.shape):
-        raise ValueError(f"obs {list(obs.shape)}: must be [B, *{agent.observation_space.shape}]")
+    if obs.ndim == 0 or obs.shape[1:] != agent.observation_space.shape:
+        size = ", ".join(["B", *map(str, agent.observation_space.shape)])
+        raise ValueError(f"obs {list(obs.shape)}: must be [{size}]")
     return step(agent, params, obs_stats, obs, (), jnp.ones(obs.shape[0], bool), key)[0]
 
 
@@ -219,7 +220,7 @@ def _load(
 def play(policy: Policy, episodes: int, seed: int = 0, sampled: bool = False) -> Episode:
     """Host arrays [E] of whole episodes, always the same for a seed.
 
-    `ended` is False for one without a time limit that was given up.
+    `ended` is False for one without a time limit that was given up, and for one that an invalid step ended.
     """
     size = min(episodes, _EXTERNAL_EPISODES) if envs.is_external(policy.env) else episodes
     env = envs.vectorize(policy.config, policy.env, size, [seed])

@@ -51,7 +51,7 @@ def iterate(
 
     Args:
         hyper: of scalars.
-        iterations: [] how many there are in all, over which annealing runs; after that it stays at its end.
+        iterations: [] how many there are in all, over which annealing runs. Beyond them what is annealed stays as it was last: a learning rate of 0.
     """
     remaining = jnp.maximum(1.0 - state.iteration / iterations, 0.0)
     now = annealed(setup.config, hyper, remaining)

@@ -76,6 +76,8 @@ class Program:
         self.env = envs.make(self.config.env, self.config.env_options)
         self.external = envs.is_external(self.env)
         _check_hypers(self.config, self.env, runs)
+        if self.config.dense == "fused" and jax.default_backend() == "tpu":
+            raise ConfigError("--dense fused: these kernels are for GPUs, and this is a TPU")
         if options.compile_effort == "quick" and jax.default_backend() == "tpu":
             raise ConfigError(
                 "--compile-effort quick: only CPUs and GPUs have programs of two kinds"

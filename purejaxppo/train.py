@@ -39,7 +39,7 @@ def make_setup(
     """Environment and agent of a configuration.
 
     Args:
-        env: in place of the one that the configuration names.
+        env: an `Environment`, or one of Gymnax's style, in place of the one that the configuration names.
         seeds, begun: of the runs, see `envs.vectorize`.
 
     Raises:
@@ -51,6 +51,8 @@ def make_setup(
     config = validated(config)
     if env is None:
         env = envs.make(config.env, config.env_options)
+    else:
+        env = adapted(type(env).__name__, env)
     vector = envs.vectorize(config, env, seeds=seeds, begun=begun)
     agent = make_agent(config, vector.observation_space, vector.action_space)
     return Setup(config, vector, agent)
@@ -64,7 +66,7 @@ def make_train(
     It returns the final state and metrics [iterations].
 
     Args:
-        env: an `Environment`, or one of Gymnax's style, in place of the one that the configuration names.
+        env: as `make_setup` takes it.
 
     Raises:
         ConfigError: as `make_setup`, an environment outside of the program, or one that is not as the

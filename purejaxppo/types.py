@@ -30,7 +30,7 @@ class Episode(struct.PyTreeNode):
     """Statistics of an episode, meaningful where it ended: the game's own score."""
 
     ended: Array  # [N] bool
-    score: Array  # [N] undiscounted sum of the environment's rewards; NaN where an invalid step ended it
+    score: Array  # [N] undiscounted sum of the environment's rewards; NaN where an invalid step did, not of EnvPool
     length: Array  # [N] int32, steps
 
 
@@ -80,7 +80,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class Metrics(struct.PyTreeNode):
-    """One iteration in numbers. Episode means are NaN where no episode ended.
+    """One iteration in numbers. Episode means are NaN where no episode ended, but by an invalid step.
 
     To add one: `losses.LossMetrics`, if it is of a minibatch, or `ppo.summarize`, and here.
     """

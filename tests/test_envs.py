@@ -438,7 +438,7 @@ def test_gymnax_style_environment_of_the_users():
             return super().step(key, state, action, params)
 
     for wrapped in (Shaped(), StickyActionWrapper(CartPole())):
-        with pytest.raises(ConfigError, match="what its step does would be left out"):
+        with pytest.raises(ConfigError, match="would be left out: do it in step_env"):
             envs.gymnax.GymnaxEnvironment(wrapped)
 
     with pytest.raises(ConfigError, match="default_params are None: must be a dataclass"):

@@ -278,14 +278,27 @@ def test_fingerprints_tell_programs_apart(package, monkeypatch):
 
 
 def test_files_of_no_package_count_where_they_are_loaded(package, monkeypatch):
-    path = package.parent / "my_torso.py"
-    write(path, "one", time=1)
-    before = fingerprint()
-    monkeypatch.setitem(sys.modules, "my_torso", types.SimpleNamespace(__file__=str(path)))
+    path = package.parent / "purejaxppo_torso.py"
+    before = write(path, "one", time=1)
+    module = types.ModuleType("purejaxppo_torso")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "purejaxppo_torso", module)
+    loaded = write(path, "one", time=1)
+    assert len({before, loaded, write(path, "two", time=1), None}) == 4
+    module.__file__ = str(path.parent / "archive.zip" / "purejaxppo_torso.py")
     executables._code.cache_clear()
-    loaded = fingerprint()
-    write(path, "two", time=1)  # of the same size and age
-    assert len({before, loaded, fingerprint(), None}) == 4
+    assert fingerprint() is None
+
+
+def test_what_is_lazy_stays_so(monkeypatch):
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError("it is loaded")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    executables._code.cache_clear()
+    assert fingerprint() is not None
+    executables._code.cache_clear()
 
 
 def test_nothing_is_kept_of_code_that_changes_meanwhile(package):

@@ -1,4 +1,4 @@
-"""Dense layers as one kernel, interpreted here: the layers, a training, and what a GPU is given."""
+"""Dense layers as one kernel, interpreted here: the layers, a network, and what a GPU is given."""
 
 import itertools
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from iterations import apply, jit
 
+from purejaxppo import cli
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.fused import fused_layers
-from purejaxppo.spaces import Box, Discrete
-from purejaxppo.values import ConfigError
+from purejaxppo.spaces import Box
 
 
 def layer_by_layer(x, weights, activation):
@@ -65,19 +65,15 @@ def test_runs_that_share_their_weights():
 
 
 def test_as_many_of_the_last_layers_as_fit():
-    """Three of 64 units beside each other, and none of more than 500."""
-
     def kernels(*widths):
+        """How many there are, and products outside of them."""
         x, weights, _ = numbers((), 2, widths)
-        found = str(jax.make_jaxpr(lambda x: fused_layers(x, weights, "tanh"))(x))
-        outside = sum(
-            equation.primitive.name == "dot_general"
-            for equation in jax.make_jaxpr(lambda x: fused_layers(x, weights, "tanh"))(x).eqns
-        )
-        return found.count("pallas_call["), outside
+        program = jax.make_jaxpr(lambda x: fused_layers(x, weights, "tanh"))(x)
+        products = [each for each in program.eqns if each.primitive.name == "dot_general"]
+        return str(program).count("pallas_call["), len(products)
 
-    assert kernels(64, 64, 64, 3) == (1, 0)
-    assert kernels(64, 64, 64, 64, 64, 3) == (1, 2)
+    assert kernels(64, 64, 3) == (1, 0)
+    assert kernels(64, 64, 64, 64, 3) == (1, 2)
     assert kernels(600, 513, 18) == (0, 2)
 
 
@@ -100,9 +96,11 @@ def test_a_network_is_the_same_but_for_rounding(options):
     shapes = jax.eval_shape(expected.init, jax.random.key(0), Hyper())
     params = jax.tree.map(lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)), shapes)
     obs, first = jnp.float32(rng.normal(size=(5, 3))), jnp.ones(5, bool)
-    outputs = (
-        apply(agent, params, None, obs, agent.init_carry(5), first) for agent in (ours, expected)
-    )
+    given = params, None, obs, expected.init_carry(5), first
+    for agent, kernels in ((ours, True), (expected, False)):
+        program = str(jax.make_jaxpr(lambda agent=agent: agent.apply(*given))())
+        assert ("pallas_call" in program) == kernels
+    outputs = (apply(agent, *given) for agent in (ours, expected))
     chex.assert_trees_all_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
@@ -118,7 +116,7 @@ def test_a_gpu_is_given_one_kernel_and_one_for_the_gradient(monkeypatch):
     assert "stablehlo.dot_general" not in lowered
 
 
-def test_not_for_tpus(monkeypatch):
+def test_not_for_tpus(monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    with pytest.raises(ConfigError, match="--dense fused: these kernels are for GPUs"):
-        make_agent(Config(dense="fused"), Box(-1.0, 1.0, (3,)), Discrete(2))
+    assert cli.train_command(["--dense", "fused"]) == 2
+    assert "--dense fused: these kernels are for GPUs" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_act_is_the_same_within_jit_and_vmap():
     def acts(params, obs, key):
         return act(setup.agent, params, stats, obs), act(setup.agent, params, stats, obs, key)
 
-    with pytest.raises(ValueError, match=r"obs \[4\]: must be \[B, \*\(4,\)\]"):
+    with pytest.raises(ValueError, match=r"obs \[4\]: must be \[B, 4\]"):
         act(setup.agent, params, stats, obs[0, 0])
     together = jax.jit(jax.vmap(acts))(params, obs, keys)
     for i, key in enumerate(keys):
@@ -253,6 +253,7 @@ def test_an_environment_made_in_python_may_be_in_gymnax_style_and_is_called_by_i
     from gymnax.environments.classic_control import CartPole
 
     assert callable(make_train(CONFIG, CartPole()))
+    assert make_setup(CONFIG, CartPole()).env.observation_space.shape == (4,)
     with pytest.raises(ConfigError, match="does not fit the observations of CartPole, "):
         make_train(dataclasses.replace(CONFIG, cnn_layers=((4, 3, 1),)), CartPole())
 

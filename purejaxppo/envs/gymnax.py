@@ -71,11 +71,11 @@ class GymnaxEnvironment:
         limit = getattr(self._params, "max_steps_in_episode", None)
         self.max_episode_steps = int(limit) if limit is not None and limit % 1 == 0 else limit
         base, own = _import_gymnax().environments.environment.Environment, type(env)
-        step = getattr(own, "step", base.step)
-        if not (hasattr(own, "step_env") and step.__module__.startswith(_ENVIRONMENTS)):
+        changed = issubclass(own, base) and not own.step.__module__.startswith(_ENVIRONMENTS)
+        if changed or not hasattr(own, "step_env"):
             raise ConfigError(
-                f"{own.__name__}: the trainer calls step_env, so what its step does would be left out, "
-                "as that of a wrapper is"
+                f"{own.__name__}: the trainer calls step_env, so what its step does, as that of a wrapper, "
+                "would be left out: do it in step_env"
             )
         self.may_truncate = own.is_truncated is not base.is_truncated
 
