@@ -278,6 +278,7 @@ def test_fingerprints_tell_programs_apart(package, monkeypatch):
 
 
 def test_files_of_no_package_count_where_they_are_loaded(package, monkeypatch):
+    monkeypatch.setattr(purejaxppo, "__path__", [str(package.parent / "purejaxppo")])
     path = package.parent / "purejaxppo_torso.py"
     before = write(path, "one", time=1)
     module = types.ModuleType("purejaxppo_torso")
