@@ -25,9 +25,8 @@ from purejaxppo.types import PyTree
 
 Weights = tuple[Array, Array]  # a layer's kernel [P, F] and bias [F]
 
-_MOST = (
-    2 * 64 * 64
-)  # numbers of all kernels together: registers hold these, as many gradients, and a tile of each layer
+# Numbers of all kernels together: registers hold these, as many gradients, and a tile of each layer.
+_MOST = 2 * 64 * 64
 _LEAST = 16  # rows and columns of a product on a GPU
 _TILE = 32  # samples at a time
 _BLOCK = 128  # samples of a run that a program of the grid has
