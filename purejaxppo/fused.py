@@ -3,6 +3,9 @@
 What lies between layers never leaves the chip. XLA writes it to memory and reads it again, which is most of
 what an update of many small networks does. Layers that end in a head can be fused: not a shared torso's, nor those
 of a policy with two heads (`--log-std state`).
+
+A program of a kernel has some samples of one run, in tiles. Where XLA would round what it multiplies to TF32, so
+does the kernel, and then takes a tanh that is as rough.
 """
 
 from __future__ import annotations
@@ -17,45 +20,48 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from purejaxppo.activations import ACTIVATIONS
+from purejaxppo.products import multiply, rounds_to_tf32
 from purejaxppo.types import PyTree
 
 Weights = tuple[Array, Array]  # a layer's kernel [P, F] and bias [F]
+Function = Callable[..., Array]
 
 # Numbers of all kernels together: registers hold these, as many gradients, and a tile of each layer.
 _MOST = 2 * 64 * 64
 _LEAST = 16  # rows and columns of a product on a GPU
-_TILE = 32  # samples at a time
+_TILE = 64  # samples at a time, of a batch that has so many
 _BLOCK = 128  # samples of a run that a program of the grid has
 
 
 def fused_layers(x: Array, weights: list[Weights], activation: str) -> Array:
     """[..., P] through layers to [..., F], each followed by the activation, but the last.
 
-    As many of the last ones as fit are one kernel.
+    As many of the last ones as fit are one kernel, unless that is the head alone.
     """
     sizes = (math.prod(map(_padded, kernel.shape)) for kernel, _ in reversed(weights))
     fit = sum(size <= _MOST for size in itertools.accumulate(sizes))
+    if fit < 2:
+        return _layers(x, weights, ACTIVATIONS[activation], multiply)
     first, last = weights[: len(weights) - fit], weights[len(weights) - fit :]
-    if not last:
-        return _layers(x, weights, activation)
-    x = _hidden(x, first, activation)
+    x = _hidden(x, first, ACTIVATIONS[activation], multiply)
     samples = x.reshape(1, -1, x.shape[-1])  # of one run
     y: Any = _fused(samples, [(kernel[None], bias[None]) for kernel, bias in last], activation)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _layers(x: Array, weights: list[Weights], activation: str) -> Array:
+def _layers(x: Array, weights: list[Weights], activation: Function, product: Function) -> Array:
     *hidden, (kernel, bias) = weights
-    return _hidden(x, hidden, activation) @ kernel + bias
+    return product(_hidden(x, hidden, activation, product), kernel) + bias
 
 
-def _hidden(x: Array, weights: list[Weights], activation: str) -> Array:
+def _hidden(x: Array, weights: list[Weights], activation: Function, product: Function) -> Array:
     for kernel, bias in weights:
-        x = ACTIVATIONS[activation](x @ kernel + bias)
+        x = activation(product(x, kernel) + bias)
     return x
 
 
@@ -71,27 +77,31 @@ def _fused(x: Array, weights: list[Weights], activation: str) -> Array:
     return _of_any_runs(forward)(x, weights)
 
 
-def _forward(x: Array, weights: list[Weights], activation: str) -> tuple[Array, Any]:
-    return _fused(x, weights, activation), (x, weights)
+def _forward(x: Any, weights: Any, activation: str) -> tuple[Array, Any]:
+    """Saves its arguments, and whether x needs a gradient: observations do not."""
+    values = custom_vjp_primal_tree_values((x, weights))
+    return _fused(*values, activation), (values, () if x.perturbed else None)
 
 
-def _backward(activation: str, saved: Any, grad: Array) -> tuple[Array, list[Weights]]:
+def _backward(activation: str, saved: Any, grad: Array) -> tuple[Any, list[Weights]]:
     """The gradients of what `_forward` saved; the weights' in parts, one of each block of samples."""
+    values, of_x_too = saved
 
-    def backward(x: Array, weights: list[Weights], grad: Array) -> tuple[Array, PyTree]:
-        blocks, of_x = _num_blocks(x.shape[1]), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    def backward(x: Array, weights: list[Weights], grad: Array) -> tuple[PyTree, PyTree]:
+        blocks = _num_blocks(x.shape[1])
         parts = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((len(w), blocks, *w.shape[1:]), w.dtype), weights
         )
+        of_x = None if of_x_too is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
         kernel = functools.partial(_backward_kernel, activation, x.shape[1])
-        specs = _of_run(of_x), jax.tree.map(_of_block, parts)
+        specs = jax.tree.map(_of_run, of_x), jax.tree.map(_of_block, parts)
         return _call(kernel, (x, weights, grad), (of_x, parts), specs)
 
-    of_x, parts = _of_any_runs(backward)(*saved, grad)
+    of_x, parts = _of_any_runs(backward)(*values, grad)
     return of_x, jax.tree.map(lambda x: jnp.sum(x, 1) if x.shape[1] > 1 else x[:, 0], parts)
 
 
-_fused.defvjp(_forward, _backward)
+_fused.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _of_any_runs(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -141,7 +151,7 @@ def _call(kernel: Any, arguments: tuple[PyTree, ...], out: PyTree, specs: PyTree
         in_specs=jax.tree.map(_of_run, list(arguments)),
         out_specs=specs,
         out_shape=out,
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=_tile_of(samples) // 16, num_stages=1),
         interpret=jax.default_backend() == "cpu",
     )(*arguments)
 
@@ -149,8 +159,9 @@ def _call(kernel: Any, arguments: tuple[PyTree, ...], out: PyTree, specs: PyTree
 def _forward_kernel(activation: str, samples: int, x: Any, weights: Any, out: Any) -> None:
     loaded = jax.tree.map(_load, weights)
 
-    def tile(begin: Array, _: None) -> None:
-        _store(out, _layers(_load(x, begin), loaded, activation), begin)
+    def tile(begin: Array, rows: int, _: None) -> None:
+        y = _layers(_load(x, begin, rows), loaded, _inside(activation), jnp.matmul)
+        _store(out, y, begin, rows)
 
     _for_each_tile(samples, tile, None)
 
@@ -158,32 +169,56 @@ def _forward_kernel(activation: str, samples: int, x: Any, weights: Any, out: An
 def _backward_kernel(
     activation: str, samples: int, x: Any, weights: Any, grad: Any, of_x: Any, of_weights: Any
 ) -> None:
-    """Computes the layers again, from which little is to be read, for their gradient."""
+    """Computes the layers again, from which little is to be read, for their gradient; of_x may be None."""
     loaded = jax.tree.map(_load, weights)
+    layers = functools.partial(_layers, activation=_inside(activation), product=multiply)
 
-    def tile(begin: Array, total: PyTree) -> PyTree:
-        layers = functools.partial(_layers, activation=activation)
-        _, pull_back = jax.vjp(layers, _load(x, begin), loaded)
-        of_tile, of_loaded = pull_back(_load(grad, begin))
-        _store(of_x, of_tile, begin)
+    def tile(begin: Array, rows: int, total: PyTree) -> PyTree:
+        _, pull_back = jax.vjp(layers, _load(x, begin, rows), loaded)
+        of_tile, of_loaded = pull_back(_load(grad, begin, rows))
+        if of_x is not None:
+            _store(of_x, of_tile, begin, rows)
         return jax.tree.map(jnp.add, total, of_loaded)
 
     total = _for_each_tile(samples, tile, jax.tree.map(jnp.zeros_like, loaded))
     jax.tree.map(_store, of_weights, total)
 
 
-def _for_each_tile(samples: int, tile: Callable[[Array, Any], Any], carry: PyTree) -> PyTree:
-    """A loop over the tiles of this program's block."""
-    first, tiles = pl.program_id(1) * _BLOCK, -(-min(samples, _BLOCK) // _TILE)
-    return jax.lax.fori_loop(0, tiles, lambda i, carry: tile(first + i * _TILE, carry), carry)
+def _inside(activation: str) -> Function:
+    """The activation within a kernel."""
+    return _rough_tanh if activation == "tanh" and rounds_to_tf32() else ACTIVATIONS[activation]
 
 
-def _window(ref: Any, begin: Array | None) -> tuple[Any, Array]:
-    """An array padded, or the tile of it from a row on, and a mask of what is inside the array."""
+@jax.custom_jvp
+def _rough_tanh(x: Array) -> Array:
+    """Within 2 ** -11 of itself, as TF32 is."""
+    return triton.approx_tanh(x)
+
+
+@_rough_tanh.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    y = _rough_tanh(*primals)
+    return y, (1 - y * y) * tangents[0]
+
+
+def _tile_of(samples: int) -> int:
+    """Samples at a time: a few have a small tile, and few threads."""
+    return _TILE if samples >= _TILE else _LEAST
+
+
+def _for_each_tile(samples: int, tile: Callable[[Array, int, Any], Any], carry: PyTree) -> PyTree:
+    """A loop over the tiles of this program's block: tile(begin, rows, carry)."""
+    rows = _tile_of(samples)
+    first, tiles = pl.program_id(1) * _BLOCK, -(-min(samples, _BLOCK) // rows)
+    return jax.lax.fori_loop(0, tiles, lambda i, carry: tile(first + i * rows, rows, carry), carry)
+
+
+def _window(ref: Any, begin: Array | None, rows: int | None) -> tuple[Any, Array]:
+    """An array padded, or a tile of it, and a mask of what is inside the array."""
     sizes = tuple(map(_padded, ref.shape))
     starts: list[Any] = [0] * len(sizes)
-    if begin is not None:
-        sizes, starts[0] = (_TILE, *sizes[1:]), begin
+    if rows is not None:
+        sizes, starts[0] = (rows, *sizes[1:]), begin
     there = [
         start + jax.lax.broadcasted_iota(jnp.int32, sizes, axis) < ref.shape[axis]
         for axis, start in enumerate(starts)
@@ -192,11 +227,11 @@ def _window(ref: Any, begin: Array | None) -> tuple[Any, Array]:
     return ref.at[index], functools.reduce(jnp.logical_and, there)
 
 
-def _load(ref: Any, begin: Array | None = None) -> Array:
-    window, there = _window(ref, begin)
+def _load(ref: Any, begin: Array | None = None, rows: int | None = None) -> Array:
+    window, there = _window(ref, begin, rows)
     return triton.load(window, mask=there, other=0.0)
 
 
-def _store(ref: Any, value: Array, begin: Array | None = None) -> None:
-    window, there = _window(ref, begin)
+def _store(ref: Any, value: Array, begin: Array | None = None, rows: int | None = None) -> None:
+    window, there = _window(ref, begin, rows)
     triton.store(window, value, mask=there)

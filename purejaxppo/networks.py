@@ -16,7 +16,7 @@ from jax import Array
 from purejaxppo import gru
 from purejaxppo.activations import ACTIVATIONS
 from purejaxppo.convolutions import CnnLayers, Conv, conv_shapes
-from purejaxppo.products import multiply
+from purejaxppo.products import multiply, rounds_to_tf32
 from purejaxppo.types import Scalar
 
 
@@ -54,7 +54,7 @@ class Torso(nn.Module):
     layers: tuple[int, ...]
     activation: str
     convolution: Literal["auto", "patches", "xla"]
-    dense: Literal["xla", "fused"]
+    dense: Literal["auto", "xla", "fused"]
 
     @nn.compact
     def __call__(self, x: Array, head: Dense | None = None) -> Array:
@@ -65,7 +65,7 @@ class Torso(nn.Module):
         if self.cnn_layers:
             x = x.reshape(*x.shape[:-3], math.prod(x.shape[-3:]))
         layers = [Dense(width) for width in self.layers]
-        if self.dense == "fused" and head is not None and jax.default_backend() != "tpu":
+        if head is not None and self._fuses():
             from purejaxppo.fused import fused_layers  # imports Pallas, which takes a while
 
             layers.append(head)
@@ -75,6 +75,11 @@ class Torso(nn.Module):
         for layer in layers:
             x = activation(layer(x))
         return x if head is None else head(x)
+
+    def _fuses(self) -> bool:
+        if self.dense == "auto":
+            return rounds_to_tf32()
+        return self.dense == "fused" and jax.default_backend() != "tpu"
 
 
 class Memory(nn.Module):
@@ -121,7 +126,7 @@ class ActorCritic(nn.Module):
     shared_torso: bool
     activation: str
     convolution: Literal["auto", "patches", "xla"]
-    dense: Literal["xla", "fused"]
+    dense: Literal["auto", "xla", "fused"]
     log_std: str | None
 
     def setup(self) -> None:

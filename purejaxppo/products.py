@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,14 @@ _FEW_INPUTS = 8
 
 @jax.custom_vjp
 def multiply(x: Array, kernel: Array) -> Array:
-    """[..., P] @ [P, F], of which CPUs take the gradient fast.
+    """[..., P] @ [P, F], of which CPUs take the gradient fast."""
+    return _product(x, kernel)
 
-    With few outputs, as of a policy's head, a CPU is faster with a product of x and a vector for each,
-    with few inputs, as of a first layer, with a sum of vectors: it is fused with what comes next.
+
+def _product(x: Array, kernel: Array) -> Array:
+    """With few outputs, as of a policy's head, a CPU is faster with a product of x and a vector for each.
+
+    With few inputs, as of a first layer, with a sum of vectors: it is fused with what comes next.
     """
     inputs, outputs = kernel.shape
     if _on_cpu() and outputs <= _FEW_OUTPUTS:
@@ -32,7 +37,7 @@ def multiply(x: Array, kernel: Array) -> Array:
 
 
 def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return multiply(x, kernel), (x, kernel)
+    return _product(x, kernel), (x, kernel)
 
 
 def _backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
@@ -75,6 +80,14 @@ def _of_x(grad: Array, kernel: Array) -> Array:
 multiply.defvjp(_forward, _backward)
 
 _barrier = jax.lax.optimization_barrier
+
+
+def rounds_to_tf32() -> bool:
+    """Whether products of float32 are of TF32, with 10 bits: by NVIDIA's GPUs from Ampere on, unless more are asked for."""
+    device: Any = jax.devices()[0]
+    if not device.device_kind.startswith("NVIDIA") or float(device.compute_capability) < 8:
+        return False
+    return jax.config.values["jax_default_matmul_precision"] in (None, "default", "tensorfloat32")
 
 
 def _on_cpu() -> bool:
