@@ -6,10 +6,11 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,10 @@ class Table:
             self._follow([dict(zip(columns, row, strict=True)) for row in rows])
 
     def _append(self, columns: list[list[Any]]) -> None:
-        rows = zip(*map(_cells, columns), strict=True)
-        self._file.writelines(f"{','.join(row)}\r\n" for row in rows)
+        forms, cells = zip(*map(_cells, columns), strict=True)
+        values = itertools.chain.from_iterable(zip(*cells, strict=True))
+        # All at once: thousands of runs give a million cells a second.
+        self._file.write((",".join(forms) + "\r\n") * len(columns[0]) % tuple(values))
 
     def sync(self) -> None:
         """Brings all rows to the disk."""
@@ -174,17 +177,15 @@ def _copy_rows(path: Path, part: Path, until: dict[int, int], alone: bool) -> Co
     return counts
 
 
-def _cells(values: list[Any]) -> Sequence[str]:
-    """A column as it is written: seven digits of a number, and nothing where it is not finite."""
+def _cells(values: list[Any]) -> tuple[str, list[Any]]:
+    """A column as it is written, and how: seven digits of a number, and nothing where it is not finite."""
     if isinstance(values[0], str):
-        return list(map(_quoted, values))
+        return "%s", list(map(_quoted, values))
     if not isinstance(values[0], float):
-        return list(map(str, values))
-    # All at once: thousands of runs give a million cells a second.
-    cells = ("%.7g\n" * len(values) % tuple(values)).split("\n")[:-1]
+        return "%d", values
     if all(map(math.isfinite, values)):
-        return cells
-    return [cell if math.isfinite(x) else "" for cell, x in zip(cells, values, strict=True)]
+        return "%.7g", values
+    return "%s", [f"{x:.7g}" if math.isfinite(x) else "" for x in values]
 
 
 @functools.cache
