@@ -326,6 +326,8 @@ class EvaluationTable:
         """Takes host episodes [R, E]; returns the mean returns [R], NaN where none ended."""
 
         def of_ended(statistic: Any, values: Any) -> list[float]:
+            if episodes.ended.all():  # of all runs at once
+                return statistic(values, axis=1).tolist()
             each = zip(values, episodes.ended, strict=True)
             return [float(statistic(x[ended])) if ended.any() else math.nan for x, ended in each]
 

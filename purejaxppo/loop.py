@@ -206,7 +206,8 @@ class Training:
         self.display.say(f"{how} {seconds:.1f} s{quick}, {memory}")
 
     def _train(self) -> None:
-        total, every = self.config.iterations, self._every
+        total = self.config.iterations
+        every = self._every if self._evaluate else total
         video = self._iterations(self.options.video_every or 0)
         saved = time.monotonic()
         while self.iteration < total and not self._interrupt.check():
@@ -342,10 +343,10 @@ class Training:
 
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
-        self._finish_chunk()
-        started = time.monotonic()
         self.program.eval_env.prepare()
-        episodes = self.program.trainer.fetch(self._evaluate(self._states, self.program.hypers, ()))
+        running = self._evaluate(self._states, self.program.hypers, ())
+        self._finish_chunk()  # its rows are written while the evaluation runs
+        episodes = self.program.trainer.fetch(running)
         wanted = len(self.runs), self.options.eval_episodes
         episodes = jax.tree.map(lambda x: x.reshape(wanted[0], -1)[:, : wanted[1]], episodes)
         policies = self._fetch_policies()
@@ -357,7 +358,7 @@ class Training:
         if self.options.keep:
             score = np.where(np.isnan(returns), -np.inf, returns)
             self._best.update(policies, self.iteration, score)
-        self.evaluation_seconds += time.monotonic() - started
+        self.evaluation_seconds += time.monotonic() - self._since
 
     def _fetch_policies(self) -> dict[str, PyTree]:
         """Host arrays [R, ...] of what acts now."""
