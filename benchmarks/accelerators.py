@@ -17,7 +17,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -74,7 +74,7 @@ class Work:
     devices: int = 1
     shard_environments: bool = False
     as_rejax: bool = False
-    fused: bool = False
+    dense: Literal["auto", "xla"] = "auto"
 
     def __str__(self) -> str:
         parts = [
@@ -83,7 +83,7 @@ class Work:
         ]
         parts += [f"{self.num_envs} environments"] * (self.num_envs is not None)
         parts += ["environments divided"] * self.shard_environments
-        parts += ["as rejax"] * self.as_rejax + ["dense layers fused"] * self.fused
+        parts += ["as rejax"] * self.as_rejax + ["--dense xla"] * (self.dense == "xla")
         return ", ".join([self.env, *filter(None, parts)])
 
 
@@ -96,7 +96,7 @@ WORKS = (
     Work("MemoryChain-bsuite", runs=64),
     Work("brax/ant", num_envs=4096),
     Work("CartPole-v1", runs=2048, num_envs=4, as_rejax=True),
-    Work("CartPole-v1", runs=2048, num_envs=4, as_rejax=True, fused=True),
+    Work("CartPole-v1", runs=2048, num_envs=4, as_rejax=True, dense="xla"),
     Work("Breakout-MinAtar", runs=256, num_envs=64, as_rejax=True),
 )
 
@@ -165,8 +165,7 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     config = settings.config
     if work.as_rejax:
         config = compare.same_for_all(work.env)
-    if work.fused:
-        config = dataclasses.replace(config, dense="fused")
+    config = dataclasses.replace(config, dense=work.dense)
     if work.num_envs:
         config = dataclasses.replace(config, num_envs=work.num_envs)
     env = envs.make(config.env, config.env_options)
@@ -278,7 +277,7 @@ def main() -> None:
         there = devices(platform)
         for work in WORKS:
             measured = [measure(work, platform, there)]
-            if given.peers and work.as_rejax and platform == "cuda":
+            if given.peers and work.as_rejax and work.dense == "auto" and platform == "cuda":
                 measured.append(measure_rejax(work, given.peers))
             known |= {(r["work"], r["platform"]): r for r in measured}
             print(*measured, sep="\n", flush=True)

@@ -45,18 +45,18 @@ def measure(
     repeats: int,
     num_seeds: int = 1,
     as_rejax: bool = False,
-    fused: bool = False,
+    dense: str = "auto",
 ) -> dict[str, Any]:
     """All figures of one environment, times in seconds."""
     settings = load_settings(env)
-    given: dict[str, Any] = {"num_envs": num_envs, "num_steps": num_steps}
+    given: dict[str, Any] = {"num_envs": num_envs, "num_steps": num_steps, "dense": dense}
     config = same_for_all(env) if as_rejax else settings.config
-    if fused:
-        given["dense"] = "fused"
     config = dataclasses.replace(config, **{k: v for k, v in given.items() if v})
     setup, hyper = make_setup(config), settings.hyper
     found: dict[str, Any] = {
-        "env": ", ".join([env, *["as rejax"] * as_rejax, *["dense layers fused"] * fused]),
+        "env": ", ".join(
+            [env, *["as rejax"] * as_rejax, *[f"--dense {dense}"] * (dense != "auto")]
+        ),
         "num_seeds": num_seeds,
         "num_envs": config.num_envs,
         "num_steps": config.num_steps,
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--num-seeds", type=int, default=1, help="runs, all at once")
     help_ = "with the sizes and networks that benchmarks.compare has"
     parser.add_argument("--as-rejax", action="store_true", help=help_)
-    parser.add_argument("--fused", action="store_true", help="dense layers, for GPUs")
+    parser.add_argument("--dense", choices=["auto", "xla", "fused"], default="auto")
     parser.add_argument("--repeats", type=int, default=9)
     given = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)

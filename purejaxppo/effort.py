@@ -70,11 +70,11 @@ def each_equation(
 ) -> Iterator[tuple[Any, int]]:
     """Of a program and all within it, with how often it is computed where scans repeat it.
 
-    A function with a derivative of its own, such as an activation, is one equation.
+    A function with a derivative of its own, such as an activation, is one equation, as is a kernel of Pallas.
     """
     for equation in jaxpr.eqns:
         yield equation, times
-        if equation.primitive.name == "custom_jvp_call":
+        if equation.primitive.name in ("custom_jvp_call", "pallas_call"):
             continue
         repeated = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in jax.tree.leaves(list(equation.params.values())):

@@ -309,7 +309,7 @@ class Training:
 
     def _write_down(self, count: int, chunk: Metrics) -> None:
         """The rows of a chunk of `count` iterations, once it is done, and how long it took."""
-        chunk = self.program.trainer.fetch(chunk)
+        chunk = self.program.trainer.fetch(chunk, donated=False)
         now = time.monotonic()
         (seconds,) = agree(now - self._since)  # all processes must do the same
         self._since = now

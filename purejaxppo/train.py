@@ -163,15 +163,17 @@ class Trainer:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
 
-    def fetch(self, runs: PyTree) -> PyTree:
+    def fetch(self, runs: PyTree, donated: bool = True) -> PyTree:
         """Device arrays [padded, ...] as host arrays [num_runs, ...], in every process.
 
-        Typed keys become their numbers. Nothing is shared with the devices, which may go on.
+        Typed keys become their numbers. Nothing is shared with the devices, which may go on; what is not
+        `donated` to them later, as metrics are not, need not be copied on a CPU.
         """
         runs = _numbers(runs)
         if jax.process_count() > 1:
             runs = multihost_utils.process_allgather(runs, tiled=True)
-        return jax.tree.map(lambda x: _host_copy(x)[: self.plan.num_runs], runs)
+        on_host = _host_copy if donated else np.asarray
+        return jax.tree.map(lambda x: on_host(x)[: self.plan.num_runs], runs)
 
     def fetch_whole(self, states: PyTree, whole: PyTree) -> PyTree:
         """States, or a part of them, with the environments of all devices: as they are saved.

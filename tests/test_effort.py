@@ -13,6 +13,7 @@ from purejaxppo.activations import tanh
 from purejaxppo.config import Config, Hyper, RunOptions, read_settings
 from purejaxppo.display import Display
 from purejaxppo.effort import compiler_options, each_equation, quick_below
+from purejaxppo.fused import fused_layers
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
 from purejaxppo.products import multiply
@@ -80,6 +81,16 @@ def test_gpus_count_operations_of_products(monkeypatch):
 
 
 @pytest.mark.on_cpus
+def test_fused_layers_have_no_kernels_to_be_tried(monkeypatch):
+    def layers(x, *weights):
+        return fused_layers(x, list(zip(weights[::2], weights[1::2], strict=True)), "tanh")
+
+    jaxpr = traced(layers, (64, 4), (4, 8), (8,), (8, 2), (2,))
+    assert "pallas_call" in numbers(jaxpr)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert quick_below(jaxpr) == math.inf
+
+
 def test_quick_and_full_differ_by_rounding_alone(tmp_path, capsys):
     """After two iterations, and so that the option and not the length decides."""
     arguments = ["--env", "CartPole-v1", "--num-envs", "4", "--num-steps", "32", "--seed", "3"]

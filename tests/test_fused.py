@@ -1,6 +1,7 @@
 """Dense layers as one kernel, interpreted here: the layers, a network, and what a GPU is given."""
 
 import itertools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -12,6 +13,7 @@ from iterations import apply, jit
 from purejaxppo import cli
 from purejaxppo.agent import make_agent
 from purejaxppo.config import Config, Hyper
+from purejaxppo.effort import each_equation
 from purejaxppo.fused import fused_layers
 from purejaxppo.spaces import Box
 
@@ -54,6 +56,22 @@ def test_layers_and_their_gradients(activation, runs, samples, widths):
     given = numbers(runs, samples, widths)
     ours = with_gradients(fused_layers, activation, runs)(*given)
     expected = with_gradients(layer_by_layer, activation, runs)(*given)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_observations_need_no_gradient():
+    x, weights, grad = numbers((2,), 40, (4, 8, 2))
+
+    def of_weights(x, weights, grad):
+        _, pull_back = jax.vjp(lambda weights: fused_layers(x, weights, "tanh"), weights)
+        return pull_back(grad)
+
+    program = jax.make_jaxpr(jax.vmap(of_weights))(x, weights, grad)
+    kernels = [each for each, _ in each_equation(program) if each.primitive.name == "pallas_call"]
+    shapes = [[out.aval.shape for out in kernel.outvars] for kernel in kernels]
+    assert [len(outs) for outs in shapes] == [1, 4]  # of both layers, kernel and bias
+    *_, expected = with_gradients(layer_by_layer, "tanh", (2,))(x, weights, grad)
+    (ours,) = jit(jax.vmap(of_weights))(x, weights, grad)
     chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -108,13 +126,45 @@ def test_a_network_is_the_same_but_for_rounding(options):
 @pytest.mark.skipif(
     jax.__version_info__ >= (0, 11), reason="compiles Triton's code already to lower it, for a GPU"
 )
-def test_a_gpu_is_given_one_kernel_and_one_for_the_gradient(monkeypatch):
+@pytest.mark.parametrize(("precision", "rough"), [("highest", False), ("default", True)])
+def test_a_gpu_is_given_one_kernel_and_one_for_the_gradient(precision, rough, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    function = with_gradients(fused_layers, "tanh", (2,))
-    traced = function.trace(*numbers((2,), 128, (4, 64, 64, 2)))
+    monkeypatch.setattr(jax, "devices", lambda: [device("NVIDIA A100", "8.0")])
+    with jax.default_matmul_precision(precision):
+        function = with_gradients(fused_layers, "tanh", (2,))
+        traced = function.trace(*numbers((2,), 128, (4, 64, 64, 2)))
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == 2
     assert "stablehlo.dot_general" not in lowered
+    assert ("tanh.approx.f32" in lowered) == rough
+
+
+def device(kind, capability):
+    return SimpleNamespace(device_kind=kind, compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("there", "precision", "fuses"),
+    [
+        (device("NVIDIA H200", "9.0"), "default", True),
+        (device("NVIDIA H200", "9.0"), "tensorfloat32", True),
+        (device("NVIDIA H200", "9.0"), "highest", False),
+        (device("NVIDIA T4", "7.5"), "default", False),
+        (device("AMD Instinct MI300X", "gfx942"), "default", False),
+        (device("cpu", None), "default", False),
+    ],
+)
+def test_where_products_are_of_tf32_small_layers_are_fused(there, precision, fuses, monkeypatch):
+    agent = make_agent(Config(torso_layers=(16,)), Box(-1.0, 1.0, (3,)), Box(-1.0, 1.0, (2,)))
+    params = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape),
+        jax.eval_shape(agent.init, jax.random.key(0), Hyper()),
+    )
+    given = params, None, jnp.zeros((5, 3)), agent.init_carry(5), jnp.ones(5, bool)
+    monkeypatch.setattr(jax, "devices", lambda: [there])
+    with jax.default_matmul_precision(precision):
+        program = str(jax.make_jaxpr(lambda: agent.apply(*given))())
+    assert ("pallas_call" in program) == fuses
 
 
 def test_not_for_tpus(monkeypatch, capsys):
