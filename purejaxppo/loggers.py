@@ -182,7 +182,7 @@ def _cells(values: list[Any]) -> tuple[str, list[Any]]:
     if isinstance(values[0], str):
         return "%s", list(map(_quoted, values))
     if not isinstance(values[0], float):
-        return "%d", values
+        return "%s", values
     if all(map(math.isfinite, values)):
         return "%.7g", values
     return "%s", [f"{x:.7g}" if math.isfinite(x) else "" for x in values]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,15 @@ class Training:
         self._tables, self._interrupt, self._writer = tables, interrupt, writer
         self._videos = videos
         self._began = time.monotonic() - self.wall_seconds
+        # A GPU's program blocks who starts it until its last loop of unknown length is through.
+        self._device = ThreadPoolExecutor(1)
         try:
             self._compile()
             batch = self.config.batch_size
             self.display.start(self.config.iterations * batch, self.iteration * batch)
             self._train()
         finally:
+            self._device.shutdown()
             self.display.stop()
             self._metrics.flush()
         if interrupt.signal:
@@ -294,9 +298,10 @@ class Training:
         if self._running is None:
             self._since = time.monotonic()
         shared = (np.int32(count), np.float32(self.config.iterations))
-        self._states, metrics = self._chunk(self._states, self.program.hypers, shared)
+        running = self._device.submit(self._chunk, self._states, self.program.hypers, shared)
         self.iteration += count
         self._finish_chunk()  # the one before, while this one runs
+        self._states, metrics = running.result()
         self._running = count, metrics
         if jax.process_count() > 1:  # to gather would wait for what runs
             self._finish_chunk()
@@ -344,9 +349,9 @@ class Training:
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
         self.program.eval_env.prepare()
-        running = self._evaluate(self._states, self.program.hypers, ())
+        running = self._device.submit(self._evaluate, self._states, self.program.hypers, ())
         self._finish_chunk()  # its rows are written while the evaluation runs
-        episodes = self.program.trainer.fetch(running)
+        episodes = self.program.trainer.fetch(running.result())
         wanted = len(self.runs), self.options.eval_episodes
         episodes = jax.tree.map(lambda x: x.reshape(wanted[0], -1)[:, : wanted[1]], episodes)
         policies = self._fetch_policies()

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import purejaxppo
 from purejaxppo import cli, envs, host, machine, program, report, run
 from purejaxppo.display import Display
 from purejaxppo.envs import load_settings
-from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS
+from purejaxppo.loggers import EVALUATION_COLUMNS, METRICS_COLUMNS, MetricsTable
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
 from purejaxppo.plan import Plan, make_footprint
@@ -187,6 +188,35 @@ def test_sweep(tmp_path, capsys):
     assert config["num_envs"] == best["swept"]["num_envs"]
     returns = json.loads((again / "summary.json").read_text())["evaluation"]["return_per_run"]
     np.testing.assert_allclose(returns, final, rtol=1e-6)
+
+
+def test_rows_are_written_while_the_next_chunk_is_started(tmp_path, monkeypatch):
+    """A GPU's program blocks who starts it until it is done."""
+    written, started = queue.Queue(), []
+    compile_training, add = Training._compile, MetricsTable.add
+
+    def compile_program(self):
+        def blocking(*arguments):
+            if started:
+                written.get(timeout=60)  # the rows of the one before
+            started.append(arguments)
+            return chunk(*arguments)
+
+        compile_training(self)
+        chunk, self._chunk = self._chunk, blocking
+
+    def write(self, metrics):
+        add(self, metrics)
+        written.put(None)
+
+    monkeypatch.setattr(Training, "_compile", compile_program)
+    monkeypatch.setattr(MetricsTable, "add", write)
+    status = train(
+        "--env", "CartPole-v1", "--total-timesteps", "320", "--eval-episodes", "0",
+        "--run-dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert status == 0
+    assert len(started) > 2
 
 
 def test_a_sweep_lets_go_of_its_programs(tmp_path, monkeypatch):
