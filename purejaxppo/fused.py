@@ -6,6 +6,8 @@ of a policy with two heads (`--log-std state`).
 
 A program of a kernel has some samples of one run, in tiles. Where XLA would round what it multiplies to TF32, so
 does the kernel, and then takes a tanh that is as rough.
+
+JAX 0.11 deprecates Pallas's kernels by Triton, and has no others for GPUs before Hopper: without them there are XLA's products.
 """
 
 from __future__ import annotations
@@ -78,29 +80,55 @@ def _fused(x: Array, weights: list[Weights], activation: str) -> Array:
 
 
 def _forward(x: Any, weights: Any, activation: str) -> tuple[Array, Any]:
-    """Saves its arguments, and whether x needs a gradient: observations do not."""
+    """Saves its arguments, and whether x needs a gradient, which is None where not: observations do not."""
     values = custom_vjp_primal_tree_values((x, weights))
     return _fused(*values, activation), (values, () if x.perturbed else None)
 
 
 def _backward(activation: str, saved: Any, grad: Array) -> tuple[Any, list[Weights]]:
-    """The gradients of what `_forward` saved; the weights' in parts, one of each block of samples."""
-    values, of_x_too = saved
+    values, by_x = saved
+    return _gradients(*values, grad, activation, by_x is not None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gradients(
+    x: Array, weights: list[Weights], grad: Array, activation: str, by_x: bool
+) -> tuple[Any, list[Weights]]:
+    """The gradients of x, None unless by_x, and of the weights, by grad [R, B, F]."""
 
     def backward(x: Array, weights: list[Weights], grad: Array) -> tuple[PyTree, PyTree]:
+        """Those of the weights in parts, one of each block of samples."""
         blocks = _num_blocks(x.shape[1])
         parts = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((len(w), blocks, *w.shape[1:]), w.dtype), weights
         )
-        of_x = None if of_x_too is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        of_x = jax.ShapeDtypeStruct(x.shape, x.dtype) if by_x else None
         kernel = functools.partial(_backward_kernel, activation, x.shape[1])
         specs = jax.tree.map(_of_run, of_x), jax.tree.map(_of_block, parts)
         return _call(kernel, (x, weights, grad), (of_x, parts), specs)
 
-    of_x, parts = _of_any_runs(backward)(*values, grad)
+    of_x, parts = _of_any_runs(backward)(x, weights, grad)
     return of_x, jax.tree.map(lambda x: jnp.sum(x, 1) if x.shape[1] > 1 else x[:, 0], parts)
 
 
+def _gradients_forward(*arguments: Any) -> tuple[Any, Any]:
+    return _gradients(*arguments), arguments[:3]
+
+
+def _gradients_backward(activation: str, by_x: bool, saved: Any, grad: Any) -> Any:
+    """Second derivatives, which XLA takes."""
+    layers = functools.partial(_layers, activation=ACTIVATIONS[activation], product=multiply)
+
+    def gradients(x: Array, weights: list[Weights], grad: Array) -> tuple[Any, list[Weights]]:
+        _, pull_back = jax.vjp(jax.vmap(layers), x, weights)
+        of_x, of_weights = pull_back(grad)
+        return of_x if by_x else None, of_weights
+
+    _, pull_back = jax.vjp(gradients, *saved)
+    return pull_back(grad)
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
 _fused.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
@@ -151,7 +179,7 @@ def _call(kernel: Any, arguments: tuple[PyTree, ...], out: PyTree, specs: PyTree
         in_specs=jax.tree.map(_of_run, list(arguments)),
         out_specs=specs,
         out_shape=out,
-        compiler_params=triton.CompilerParams(num_warps=_tile_of(samples) // 16, num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=_tile_of(samples) // _LEAST, num_stages=1),
         interpret=jax.default_backend() == "cpu",
     )(*arguments)
 
@@ -202,7 +230,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 
 
 def _tile_of(samples: int) -> int:
-    """Samples at a time: a few have a small tile, and few threads."""
+    """Samples at a time, with a warp for every 16: a few have a small tile."""
     return _TILE if samples >= _TILE else _LEAST
 
 

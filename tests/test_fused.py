@@ -59,6 +59,22 @@ def test_layers_and_their_gradients(activation, runs, samples, widths):
     chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_second_derivatives():
+    """Of a gradient penalty, as an auxiliary loss may be."""
+    x, weights, grad = numbers((2,), 20, (4, 8, 2))
+
+    def with_penalty(layers):
+        def penalty(weights, x, grad):
+            slope = jax.grad(lambda x: jnp.sum(grad * layers(x, weights, "tanh")))(x)
+            of_weights = jax.grad(lambda w: jnp.sum(grad * layers(x, w, "tanh")))(weights)
+            return jnp.sum(slope**2) + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(of_weights))
+
+        return jit(jax.vmap(jax.grad(penalty)))(weights, x, grad)
+
+    ours, expected = with_penalty(fused_layers), with_penalty(layer_by_layer)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-3)
+
+
 def test_observations_need_no_gradient():
     x, weights, grad = numbers((2,), 40, (4, 8, 2))
 
