@@ -4,6 +4,7 @@
     python -m benchmarks.throughput --env brax/ant --num-envs 2048 --repeats 5
     taskset -c 0 python -m benchmarks.throughput --env CartPole-v1 --num-envs 64   # one core
     python -m benchmarks.throughput --num-seeds 2048 --num-envs 4 --as-rejax   # a GPU
+    python -m benchmarks.throughput --kernels   # also where XLA's code spends it
 
 On one device, with the environment's shipped settings but for what is given. The parts of one run are compiled by
 themselves, so they need not add up to an iteration, in which XLA may overlap and fuse them; those of several are not taken
@@ -14,12 +15,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import math
 import os
 import platform
 import resource
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,8 +51,9 @@ def measure(
     num_seeds: int = 1,
     as_rejax: bool = False,
     dense: str = "auto",
+    kernels: bool = False,
 ) -> dict[str, Any]:
-    """All figures of one environment, times in seconds."""
+    """All figures of one environment, times in seconds; `kernels` adds those of `kernel_times`."""
     settings = load_settings(env)
     given: dict[str, Any] = {"num_envs": num_envs, "num_steps": num_steps, "dense": dense}
     config = same_for_all(env) if as_rejax else settings.config
@@ -64,7 +70,7 @@ def measure(
         "cores": len(os.sched_getaffinity(0)),
         "versions": machine.versions(),
     }
-    found |= whole(setup, hyper, repeats, num_seeds)
+    found |= whole(setup, hyper, repeats, num_seeds, kernels)
     found["steps_per_second"] = num_seeds * config.batch_size / np.median(found["iteration"])
     if num_seeds == 1:
         found |= parts(setup, hyper, repeats)
@@ -82,7 +88,9 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def whole(setup: rollouts.Setup, hyper: Any, repeats: int, num_seeds: int = 1) -> dict[str, Any]:
+def whole(
+    setup: rollouts.Setup, hyper: Any, repeats: int, num_seeds: int = 1, kernels: bool = False
+) -> dict[str, Any]:
     """Compilation, the first iteration, and the time of one among many."""
     trainer = Trainer(setup, Plan(num_runs=num_seeds, num_devices=1, block=num_seeds))
     hypers = trainer.shard(stack_hypers([hyper] * num_seeds))
@@ -105,13 +113,37 @@ def whole(setup: rollouts.Setup, hyper: Any, repeats: int, num_seeds: int = 1) -
         states, seconds = timed_chunk(chunk, states, hypers, count, shared[1])
         times.append(seconds / count)
     memory = chunk.memory_analysis()
+    one = functools.partial(timed_chunk, chunk, states, hypers, 1, shared[1])
     return {
         "trace": traced - started,
         "compile": compiled - traced,
         "first_iteration": first,
         "iteration": times,
         "program_bytes": memory.temp_size_in_bytes + memory.argument_size_in_bytes,
-    }
+    } | ({"kernels": kernel_times(one)} if kernels else {})
+
+
+# What a CPU's profile has of whatever is around fusions.
+_AROUND = ("end: ", "Thread", "Thunk", "while", "call", "conditional")
+
+
+def kernel_times(run: Callable[[], Any]) -> dict[str, list[float]]:
+    """How often each kernel runs, on a GPU, or each fusion, on a CPU, and for how many seconds; the longest first."""
+    lines, around = ("Stream", ()) if jax.default_backend() == "gpu" else ("tf_", _AROUND)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    found: dict[str, list[float]] = {}
+    for plane in data.planes:
+        for line in plane.lines:
+            for event in line.events if lines in line.name else ():
+                if event.name.startswith(around):
+                    continue
+                count, seconds = found.get(event.name, (0, 0.0))
+                found[event.name] = [count + 1, seconds + event.duration_ns / 1e9]
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def timed_chunk(
@@ -277,10 +309,13 @@ def main() -> None:
     help_ = "with the sizes and networks that benchmarks.compare has"
     parser.add_argument("--as-rejax", action="store_true", help=help_)
     parser.add_argument("--dense", choices=["auto", "xla", "fused"], default="auto")
+    parser.add_argument("--kernels", action="store_true", help="prints where an iteration goes")
     parser.add_argument("--repeats", type=int, default=9)
     given = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     result = measure(**vars(given))
+    for name, (count, seconds) in itertools.islice(result.pop("kernels", {}).items(), 30):
+        print(f"{1000 * seconds:8.3f} ms {count:6} x {name}")
     results = load("throughput", [])
     same = ("env", "num_seeds", "num_envs", "num_steps", "cores", "device")
     results = [r for r in results if any(r[key] != result[key] for key in same)] + [result]

@@ -3,6 +3,8 @@
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -199,6 +201,18 @@ def test_throughput_measures_every_part():
     parts = (found[f"least_{part}"] for part in ("products", "activations", "bytes"))
     assert found["least_update"] == pytest.approx(sum(parts))
     assert "| CartPole-v1 |" in throughput.table([found])
+
+
+def test_where_a_cpu_spends_its_time():
+    product = jax.jit(lambda x: jax.lax.fori_loop(0, 7, lambda _, x: jnp.tanh(x @ x), x))
+    x = jnp.ones((64, 64))
+    jax.block_until_ready(product(x))
+    found = throughput.kernel_times(lambda: jax.block_until_ready(product(x)))
+    assert 7 in [count for count, _ in found.values()]
+    assert not [name for name in found if name.startswith(("while", "Thunk"))]
+    seconds = [seconds for _, seconds in found.values()]
+    assert seconds == sorted(seconds, reverse=True)
+    assert 0 < sum(seconds) < 1
 
 
 def test_throughput_of_several_runs_is_not_taken_apart():
