@@ -1,4 +1,4 @@
-"""Small dense layers as one GPU kernel, and their gradient as another (`--dense fused`).
+"""Small dense layers as one GPU kernel, and their gradient as another (`--dense auto|fused`).
 
 What lies between layers never leaves the chip. XLA writes it to memory and reads it again, which is most of
 what an update of many small networks does. Layers that end in a head can be fused: not a shared torso's, nor those
@@ -7,7 +7,7 @@ of a policy with two heads (`--log-std state`).
 A program of a kernel has some samples of one run, in tiles. Where XLA would round what it multiplies to TF32, so
 does the kernel, and then takes a tanh that is as rough.
 
-JAX 0.11 deprecates Pallas's kernels by Triton, and has no others for GPUs before Hopper: without them there are XLA's products.
+JAX 0.11 deprecates Pallas's kernels by Triton, and has no others for GPUs before Hopper.
 """
 
 from __future__ import annotations
@@ -188,6 +188,7 @@ def _forward_kernel(activation: str, samples: int, x: Any, weights: Any, out: An
     loaded = jax.tree.map(_load, weights)
 
     def tile(begin: Array, rows: int, _: None) -> None:
+        # Pallas knows no function with a gradient of its own, as `multiply` is.
         y = _layers(_load(x, begin, rows), loaded, _inside(activation), jnp.matmul)
         _store(out, y, begin, rows)
 

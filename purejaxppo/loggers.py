@@ -324,9 +324,10 @@ class EvaluationTable:
 
     def add(self, episodes: Episode, iteration: int, env_steps: int) -> np.ndarray:
         """Takes host episodes [R, E]; returns the mean returns [R], NaN where none ended."""
+        all_ended = episodes.ended.all()
 
         def of_ended(statistic: Any, values: Any) -> list[float]:
-            if episodes.ended.all():  # of all runs at once
+            if all_ended:  # of all runs at once
                 return statistic(values, axis=1).tolist()
             each = zip(values, episodes.ended, strict=True)
             return [float(statistic(x[ended])) if ended.any() else math.nan for x, ended in each]

@@ -39,7 +39,7 @@ class Training:
     Attributes:
         seconds: of training alone; this and the next three also of what was before the checkpoint.
         compile_seconds: of compilation.
-        evaluation_seconds: of evaluations.
+        evaluation_seconds: of evaluations, and of the rows that were written meanwhile.
         wall_seconds: of all from compilation to the last checkpoint.
 
     Raises:
@@ -173,16 +173,15 @@ class Training:
         self._videos = videos
         self._began = time.monotonic() - self.wall_seconds
         # A GPU's program blocks who starts it until its last loop of unknown length is through.
-        self._device = ThreadPoolExecutor(1)
-        try:
-            self._compile()
-            batch = self.config.batch_size
-            self.display.start(self.config.iterations * batch, self.iteration * batch)
-            self._train()
-        finally:
-            self._device.shutdown()
-            self.display.stop()
-            self._metrics.flush()
+        with ThreadPoolExecutor(1) as self._starter:
+            try:
+                self._compile()
+                batch = self.config.batch_size
+                self.display.start(self.config.iterations * batch, self.iteration * batch)
+                self._train()
+            finally:
+                self.display.stop()
+                self._metrics.flush()
         if interrupt.signal:
             self.display.say(f"interrupted after {self.iteration:,} iterations")
 
@@ -298,7 +297,7 @@ class Training:
         if self._running is None:
             self._since = time.monotonic()
         shared = (np.int32(count), np.float32(self.config.iterations))
-        running = self._device.submit(self._chunk, self._states, self.program.hypers, shared)
+        running = self._starter.submit(self._chunk, self._states, self.program.hypers, shared)
         self.iteration += count
         self._finish_chunk()  # the one before, while this one runs
         self._states, metrics = running.result()
@@ -348,8 +347,9 @@ class Training:
 
     def _evaluate_now(self) -> None:
         assert self._evaluate is not None
+        started = time.monotonic()
         self.program.eval_env.prepare()
-        running = self._device.submit(self._evaluate, self._states, self.program.hypers, ())
+        running = self._starter.submit(self._evaluate, self._states, self.program.hypers, ())
         self._finish_chunk()  # its rows are written while the evaluation runs
         episodes = self.program.trainer.fetch(running.result())
         wanted = len(self.runs), self.options.eval_episodes
@@ -363,7 +363,8 @@ class Training:
         if self.options.keep:
             score = np.where(np.isnan(returns), -np.inf, returns)
             self._best.update(policies, self.iteration, score)
-        self.evaluation_seconds += time.monotonic() - self._since
+        # It began when the chunk before it was done.
+        self.evaluation_seconds += time.monotonic() - max(started, self._since)
 
     def _fetch_policies(self) -> dict[str, PyTree]:
         """Host arrays [R, ...] of what acts now."""

@@ -14,6 +14,8 @@ from purejaxppo.cpu import has_avx512
 # Up to which products are made of vectors.
 _FEW_OUTPUTS = 4
 _FEW_INPUTS = 8
+# What `jax_default_matmul_precision` may be for products of TF32.
+_TF32 = (None, "default", "bfloat16", "high", "tensorfloat32", "TF32_TF32_F32")
 
 
 @jax.custom_vjp
@@ -87,7 +89,7 @@ def rounds_to_tf32() -> bool:
     device: Any = jax.devices()[0]
     if not device.device_kind.startswith("NVIDIA") or float(device.compute_capability) < 8:
         return False
-    return jax.config.values["jax_default_matmul_precision"] in (None, "default", "tensorfloat32")
+    return jax.config.values["jax_default_matmul_precision"] in _TF32
 
 
 def _on_cpu() -> bool:

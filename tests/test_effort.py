@@ -80,7 +80,6 @@ def test_gpus_count_operations_of_products(monkeypatch):
     assert quick_below(traced(jnp.sin, (30,))) == math.inf
 
 
-@pytest.mark.on_cpus
 def test_fused_layers_have_no_kernels_to_be_tried(monkeypatch):
     def layers(x, *weights):
         return fused_layers(x, list(zip(weights[::2], weights[1::2], strict=True)), "tanh")
@@ -91,6 +90,7 @@ def test_fused_layers_have_no_kernels_to_be_tried(monkeypatch):
     assert quick_below(jaxpr) == math.inf
 
 
+@pytest.mark.on_cpus
 def test_quick_and_full_differ_by_rounding_alone(tmp_path, capsys):
     """After two iterations, and so that the option and not the length decides."""
     arguments = ["--env", "CartPole-v1", "--num-envs", "4", "--num-steps", "32", "--seed", "3"]

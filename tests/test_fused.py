@@ -91,6 +91,17 @@ def test_observations_need_no_gradient():
     chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="CPUs have neither TF32 nor its tanh")
+@pytest.mark.parametrize(("runs", "samples"), [((64,), 128), ((64,), 4), ((), 300)])
+def test_with_tf32_it_is_as_exact_as_that(runs, samples):
+    given = numbers(runs, samples, (4, 64, 64, 2))
+    expected = with_gradients(layer_by_layer, "tanh", runs)(*given)
+    with jax.default_matmul_precision("default"):
+        ours = with_gradients(fused_layers, "tanh", runs)(*given)
+    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        assert jnp.linalg.norm(one - other) < 2e-3 * jnp.linalg.norm(other)
+
+
 def test_runs_that_share_their_weights():
     x, weights, _ = numbers((), 12, (4, 8, 2))
     each = jit(jax.vmap(lambda x: fused_layers(x, weights, "tanh")))(x.reshape(3, 4, 4))
@@ -164,7 +175,9 @@ def device(kind, capability):
     [
         (device("NVIDIA H200", "9.0"), "default", True),
         (device("NVIDIA H200", "9.0"), "tensorfloat32", True),
+        (device("NVIDIA H200", "9.0"), "high", True),
         (device("NVIDIA H200", "9.0"), "highest", False),
+        (device("NVIDIA H200", "9.0"), "float32", False),
         (device("NVIDIA T4", "7.5"), "default", False),
         (device("AMD Instinct MI300X", "gfx942"), "default", False),
         (device("cpu", None), "default", False),
