@@ -5,6 +5,7 @@ import io
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -582,6 +583,16 @@ def test_nobody_reads_on(monkeypatch, capsys):
         assert cli.envs_command([]) == 1
         pipe.flush()
     assert capsys.readouterr().err == ""
+
+
+def test_too_little_memory_is_one_line(capsys):
+    """As a device says it: a petabyte is more than any has."""
+    assert cli.guarded(lambda _: jax.numpy.zeros(2**48))([]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(
+        r"purejaxppo: error: Out of memory .*\d+ bytes.*: fewer runs .* \(--runs-per-block, .*\)\n",
+        err,
+    )
 
 
 def test_help_is_grouped(capsys):
