@@ -70,8 +70,8 @@ def guarded(command: Command) -> Command:
         except KeyboardInterrupt:
             status = 130
         except Exception as error:
-            if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error):  # JAX's
-                print(f"purejaxppo: error: {_out_of_memory(error)}", file=sys.stderr)
+            if lacking := machine.lacks_memory(error):
+                print(f"purejaxppo: error: {lacking}", file=sys.stderr)
             elif not processes.are_several():
                 raise
             else:
@@ -81,16 +81,6 @@ def guarded(command: Command) -> Command:
         return status
 
     return run
-
-
-def _out_of_memory(error: Exception) -> str:
-    """What a device says that lacks memory, and what needs less."""
-    _, _, said = str(error).partition("RESOURCE_EXHAUSTED")
-    reason, *_ = said.strip(": .").splitlines() or ["out of memory"]
-    return (
-        f"{reason}: fewer runs or environments at a time take less (--runs-per-block, "
-        "--num-envs, --eval-episodes, --episodes)"
-    )
 
 
 def main(arguments: list[str]) -> int:

@@ -225,6 +225,18 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.1f} MiB"
 
 
+def lacks_memory(error: Exception) -> str:
+    """What a device says whose memory ran out, and what needs less; nothing for other errors."""
+    _, found, said = str(error).partition("RESOURCE_EXHAUSTED")
+    if not found or not isinstance(error, jax.errors.JaxRuntimeError):
+        return ""
+    reason, *_ = said.strip(": .").splitlines() or ["out of memory"]
+    return (
+        f"{reason}: fewer runs or environments at a time take less (--runs-per-block, "
+        "--num-envs, --eval-episodes, --episodes)"
+    )
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """Of what a result depends on."""
