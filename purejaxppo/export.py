@@ -25,6 +25,8 @@ from purejaxppo.values import ConfigError, to_json
 
 Arrays = dict[str, np.ndarray]
 
+_EXAMPLES = 100
+
 
 def export(policy: Policy, directory: Path) -> list[Path]:
     """Writes the deterministic policy, with its normaliser and the bounds of its actions inside.
@@ -43,7 +45,7 @@ def export(policy: Policy, directory: Path) -> list[Path]:
         The files written, all or none of them.
 
     Raises:
-        ConfigError: the directory is in use, or cannot be made.
+        ConfigError: the directory is in use, or cannot be made; numpy would act otherwise.
         OSError: a file cannot be written.
     """
     try:
@@ -54,6 +56,7 @@ def export(policy: Policy, directory: Path) -> list[Path]:
         raise ConfigError(f"--output {directory}: {error.strerror}") from None
     arrays, npz = make_arrays(policy), io.BytesIO()
     np.savez(npz, **arrays)  # type: ignore[arg-type]
+    _check(policy, npz)
     files = {
         "policy.stablehlo": make_stablehlo(policy),
         "policy.npz": npz.getvalue(),
@@ -65,6 +68,37 @@ def export(policy: Policy, directory: Path) -> list[Path]:
 
         files["policy.onnx"] = make_onnx(arrays, _input_dtype(policy))
     return _write(directory, files)
+
+
+def _check(policy: Policy, npz: io.BytesIO) -> None:
+    """Raises ConfigError where numpy acts otherwise than a network that was changed without it."""
+    npz.seek(0)
+    exported, obs = numpy_policy.Policy(npz), _examples(policy)
+    memory = own = None
+    for _ in range(2):  # with a memory of nothing, and of something
+        expected, own = policy.step(obs, own)
+        action, memory = exported.step(obs, memory)
+    # Rounding may decide between choices that are as good as each other.
+    tolerance = 0.02 * np.abs(expected).max()
+    same = np.isclose(action, expected, rtol=0.0, atol=tolerance).reshape(_EXAMPLES, -1).all(axis=1)
+    if same.mean() < 0.9:
+        raise ConfigError(
+            f"numpy_policy.py acts otherwise than the network, for {np.sum(~same)} of {_EXAMPLES} observations: "
+            "what has been changed in networks.py or agent.py is to be changed there, too"
+        )
+
+
+def _examples(policy: Policy) -> np.ndarray:
+    """Observations of any kind, as many as `_EXAMPLES`."""
+    rng, space = np.random.default_rng(0), policy.agent.observation_space
+    shape = _EXAMPLES, *space.shape
+    if isinstance(space, Discrete):
+        return rng.integers(0, space.n, shape)
+    if not np.issubdtype(_input_dtype(policy), np.floating):
+        return rng.integers(0, 256 if is_bytes(space) else 2, shape).astype(_input_dtype(policy))
+    numbers = rng.normal(size=shape).astype(np.float32)
+    seen = policy.obs_stats
+    return numbers if seen is None else np.asarray(seen.mean + numbers * np.sqrt(seen.var))
 
 
 def make_stablehlo(policy: Policy) -> bytes:

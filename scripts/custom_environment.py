@@ -67,7 +67,7 @@ class Corridor:
 def main() -> None:
     """Trains four seeds in one jitted program and prints their last returns."""
     register("Corridor", Corridor)
-    config = Config(env="Corridor", total_timesteps=50_000, num_envs=8, num_steps=64)
+    config = Config(env="Corridor", total_timesteps=25_000, num_envs=8, num_steps=64)
     train = jax.jit(jax.vmap(make_train(config), in_axes=(0, None)))
     _, metrics = train(jax.random.split(jax.random.key(0), 4), Hyper(learning_rate=1e-3))
     print("return of each seed:", metrics.episode_return[:, -1])

@@ -340,3 +340,14 @@ def test_a_trained_policy_plays_in_gymnasium(tmp_path, capsys):
     assert float(std) >= 0
     assert play_gymnasium.main([str(tmp_path / "none")]) == 2
     assert "there is no such directory" in capsys.readouterr().err
+
+
+def test_numpy_that_acts_otherwise_is_refused(tmp_path, monkeypatch):
+    """As after a change of the network alone."""
+    monkeypatch.setitem(numpy_policy.ACTIVATIONS, "tanh", np.sign)
+    for case in ("clipped", "discrete"):
+        with pytest.raises(ConfigError, match=r"numpy_policy.py acts otherwise .* of 100 observ"):
+            export(make_policy(*CASES[case]), tmp_path)
+    with pytest.raises(ConfigError, match="otherwise"):
+        export(make_policy(*REMEMBERING["memory"]), tmp_path)
+    assert not any(tmp_path.iterdir())
