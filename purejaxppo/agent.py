@@ -298,9 +298,10 @@ def apply_gradients(
     Returns:
         Parameters, optimiser state, and [] the gradients' norm before clipping.
     """
+    flat, unravel = ravel_pytree(params)
     flat_updates: Any
-    flat_updates, adam = _adam(hyper).update(grads, opt_state.adam)
-    updates = ravel_pytree(params)[1](flat_updates)
+    flat_updates, adam = _adam(hyper).update(grads, opt_state.adam, flat)
+    updates = unravel(flat_updates)
     critic_rate = hyper.critic_learning_rate
     if critic_rate is None:
         critic_rate = hyper.learning_rate

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from probes import Clock
 from test_shuffles import permutations
 
-from purejaxppo import ppo, rollouts, updates
+from purejaxppo import agent, ppo, rollouts, updates
 from purejaxppo.agent import (
     OptState,
     adapt_learning_rate,
@@ -263,6 +263,15 @@ def test_gradients_are_clipped_by_their_global_norm(max_grad_norm):
         clipped = grad["kernel"] * min(1.0, max_grad_norm / norm)
         expected = params[name]["kernel"] - clipped / (jnp.abs(clipped) + 1.0)
         np.testing.assert_allclose(stepped[name]["kernel"], expected, rtol=0, atol=2e-5)
+
+
+def test_an_optimiser_of_ones_own_may_decay_weights(monkeypatch):
+    """In place of Adam: it is given the parameters, as optax's decay needs them."""
+    monkeypatch.setattr(agent, "_adam", lambda _: optax.add_decayed_weights(0.5))
+    hyper, params, grads = Hyper(learning_rate=0.1), branches(0), branches(1)
+    stepped, *_ = apply_gradients(hyper, params, init_optimizer(hyper, params), as_vector(grads))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * (g + 0.5 * p), params, grads)
+    chex.assert_trees_all_close(stepped, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_minibatches_of_sequences_hold_whole_rollouts(monkeypatch):
