@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from trainings import train
 
 from purejaxppo import envs
@@ -36,10 +37,12 @@ def registry(monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def little_memory():
-    """Lets go of what the module before has compiled: 3 GB in the end, through which Python's collector goes."""
+def nothing_of_the_module_before():
+    """Neither what it compiled, 3 GB in the end, through which Python's collector goes, nor EnvPool's cache that is off."""
     jax.clear_caches()
     gc.collect()
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
