@@ -38,7 +38,10 @@ def registry(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_of_the_module_before():
-    """Neither what it compiled, 3 GB in the end, through which Python's collector goes, nor EnvPool's cache that is off."""
+    """Lets go of what it compiled, 3 GB in the end, through which Python's collector goes.
+
+    Turns on the cache, too, which EnvPool turns off for its process.
+    """
     jax.clear_caches()
     gc.collect()
     jax.config.update("jax_enable_compilation_cache", True)
