@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import purejaxppo
-from purejaxppo import cpu, processes
+from purejaxppo import cgroups, cpu, processes
 from purejaxppo.config import RunOptions
 from purejaxppo.values import ConfigError, parse_bytes
 
@@ -48,11 +48,11 @@ def configure(run: RunOptions, num_runs: int, one_thread: bool = False) -> None:
     if run.distributed:
         processes.join(run)
     _configure_cache(run)
-    limited = one_thread and "PJRT_NPROC" not in os.environ
-    if limited:
-        os.environ["PJRT_NPROC"] = "1"
+    asked = "PJRT_NPROC" in os.environ
+    if not asked:  # XLA knows of no limits of containers
+        os.environ["PJRT_NPROC"] = "1" if one_thread else str(num_cores())
     start_devices()  # which reads it, once
-    if limited:
+    if not asked:
         del os.environ["PJRT_NPROC"]
     processes.check_devices()
 
@@ -83,9 +83,10 @@ def _configure_cache(run: RunOptions) -> None:
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """CPU cores that this process may use, also within a container."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return len(affinity) or os.cpu_count() or 1
+    cores = len(affinity) or os.cpu_count() or 1
+    return min(cores, cgroups.num_cores() or cores)
 
 
 def _stopping() -> list[signal.Signals]:
@@ -211,13 +212,8 @@ def _available_bytes() -> int:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Of files that were read, which the system lets go of.
-        used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        free = min(free, int((group / "memory.max").read_text()) - used)
-    return free
+    limited = cgroups.free_memory()
+    return free if limited is None else min(free, limited)
 
 
 def gib(size: float) -> str:
