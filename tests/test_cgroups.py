@@ -1,11 +1,8 @@
 """Limits of containers and batch systems."""
 
-import os
-
 import pytest
 
-from purejaxppo import cgroups, machine
-from purejaxppo.config import RunOptions
+from purejaxppo import cgroups
 
 GIB = 2**30
 
@@ -87,13 +84,3 @@ def test_other_systems_have_no_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups, "_MINE", tmp_path / "nothing")
     assert cgroups.free_memory() is None
     assert cgroups.num_cores() is None
-
-
-def test_xla_has_no_more_threads_than_a_container_has_cores(monkeypatch):
-    said = []
-    monkeypatch.delenv("PJRT_NPROC", raising=False)
-    monkeypatch.setattr(cgroups, "num_cores", lambda: 1)
-    monkeypatch.setattr(machine, "start_devices", lambda: said.append(os.environ["PJRT_NPROC"]))
-    machine.configure(RunOptions(), num_runs=8)
-    assert said == ["1"]
-    assert "PJRT_NPROC" not in os.environ

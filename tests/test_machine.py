@@ -24,6 +24,7 @@ from trainings import (
 )
 
 from purejaxppo import checkpoint, cpu, host, loop, machine
+from purejaxppo.config import RunOptions
 
 
 @pytest.fixture
@@ -201,3 +202,13 @@ def test_a_container_may_leave_less_than_the_machine(tmp_path, monkeypatch, limi
     monkeypatch.setattr(machine, "Path", lambda path: tmp_path / "meminfo")
     monkeypatch.setattr(machine.cgroups, "free_memory", lambda: limited)
     assert machine._available_bytes() == expected
+
+
+def test_xla_has_no_more_threads_than_a_container_has_cores(monkeypatch):
+    said = []
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    monkeypatch.setattr(machine.cgroups, "num_cores", lambda: 1)
+    monkeypatch.setattr(machine, "start_devices", lambda: said.append(os.environ["PJRT_NPROC"]))
+    machine.configure(RunOptions(), num_runs=8)
+    assert said == ["1"]
+    assert "PJRT_NPROC" not in os.environ
