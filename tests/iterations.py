@@ -10,7 +10,7 @@ from purejaxppo.train import as_arrays, make_setup
 
 SMALL = {"num_envs": 8, "num_steps": 8, "torso_layers": (8,), "num_minibatches": 2}
 # Compiling is most of the time here; what is learnt does not depend on how well it is done.
-FAST = {"xla_backend_optimization_level": 0}
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 
 jit = functools.partial(jax.jit, compiler_options=FAST)
 advantages = jit(rollouts.advantages, static_argnums=0)

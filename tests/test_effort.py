@@ -160,6 +160,13 @@ def test_gpus_are_quick_where_little_is_computed(monkeypatch, asked, steps, effo
     setup = program.trainer.setup
     assert compiler_options(setup) == {}
     assert list(compiler_options(setup, quick=True)) == ["xla_gpu_autotune_level"]
-    # Which runs once is always quick; XLA for CPUs takes the option, too.
+
+
+def test_xla_takes_the_option_of_gpus(monkeypatch):
+    """That for CPUs does, too; what runs once is always quick."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = Config(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=32_000_000)
+    options = RunOptions(compile_effort="full")
+    program = Program(options, make_runs([Setting({}, config, Hyper())], options), MEMORY)
     init = program.trainer.init.lower(*program.start).compile()
     chex.assert_tree_all_finite(init(*program.start).params)
