@@ -8,8 +8,11 @@ the environment is given. Leading axes are free: `...` below.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +22,9 @@ from jax import Array
 from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
 
 _LOG_2PI = float(np.log(2 * np.pi))
+# Most numbers in a row that are added up one by one, which XLA fuses with what is before and after: a
+# reduction is a kernel of its own on a GPU, and takes a CPU longer.
+_FEW = 8
 
 
 class Distribution(Protocol):
@@ -38,23 +44,30 @@ class Categorical(struct.PyTreeNode):
 
     def sample(self, noise: Array) -> Array:
         """[...] int32, by the Gumbel-max trick; noise is [..., n] Gumbel."""
-        return jnp.argmax(self.logits + noise, axis=-1)
+        return Categorical(self.logits + noise).mode()
 
     def mode(self) -> Array:
         """[...] int32."""
-        return jnp.argmax(self.logits, axis=-1)
+        best, *others = _columns(self.logits)
+        if not others:
+            return jnp.argmax(best, axis=-1)
+        choice = jnp.zeros(best.shape, jnp.int32)
+        for i, logit in enumerate(others, 1):
+            choice = jax.lax.select(logit > best, jnp.full_like(choice, i), choice)
+            best = jnp.maximum(logit, best)
+        return choice
 
     def log_prob(self, sample: Array) -> Array:
         """[...] of sample [...]."""
-        # A one-hot product: the gradient of an indexed lookup is a slow scatter.
-        chosen = jax.nn.one_hot(sample, self.logits.shape[-1], dtype=self.logits.dtype)
-        return jnp.sum(jax.nn.log_softmax(self.logits) * chosen, axis=-1)
+        chex.assert_shape(sample, self.logits.shape[:-1], custom_message="sample of log_prob")
+        # Of all choices, as the gradient of an indexed lookup is a slow scatter.
+        pairs = zip(_one_hot(sample, self.logits.shape[-1]), _log_softmax(self.logits), strict=True)
+        return _sum(jax.lax.select(chosen, x, jnp.zeros_like(x)) for chosen, x in pairs)
 
     def entropy(self, noise: Array) -> Array:
         """[...] nats, exact."""
         del noise
-        log_probs = jax.nn.log_softmax(self.logits)
-        return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+        return -_sum(jnp.exp(x) * x for x in _log_softmax(self.logits))
 
     def to_env(self, sample: Array) -> Array:
         return sample
@@ -169,6 +182,42 @@ class TanhGaussian(struct.PyTreeNode):
     def to_env(self, sample: Array) -> Array:
         action = self.low + (jnp.tanh(sample) + 1) * (self.high - self.low) / 2
         return jnp.clip(action, self.low, self.high)  # which rounding may have left
+
+
+def _few(size: int) -> bool:
+    return 1 < size <= _FEW
+
+
+def _columns(x: Array) -> list[Array]:
+    """Of [..., n] n arrays [...] if they are few, else that array alone."""
+    axis, size = x.ndim - 1, x.shape[-1]
+    if not _few(size):
+        return [x]
+    return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(size)]
+
+
+def _one_hot(choice: Array, size: int) -> list[Array]:
+    """`_columns` of [..., n] bool, whether each of n is the choice [...]."""
+    if _few(size):
+        return [choice == i for i in range(size)]
+    return [choice[..., None] == jnp.arange(size)]
+
+
+def _log_softmax(logits: Array) -> list[Array]:
+    """`_columns` of [..., n]."""
+    if not _few(logits.shape[-1]):
+        return [jax.nn.log_softmax(logits)]
+    columns = _columns(logits)
+    largest = functools.reduce(jnp.maximum, map(jax.lax.stop_gradient, columns))
+    shifted = [x - largest for x in columns]
+    total = jnp.log(_sum(map(jnp.exp, shifted)))
+    return [x - total for x in shifted]
+
+
+def _sum(columns: Iterable[Array]) -> Array:
+    """[...] of `_columns` of [..., n]."""
+    first, *others = columns
+    return functools.reduce(jnp.add, others, first) if others else jnp.sum(first, axis=-1)
 
 
 def draw_noise(key: Array, space: Space, shape: tuple[int, ...]) -> Array:

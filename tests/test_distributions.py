@@ -44,6 +44,29 @@ def test_categorical_log_prob_entropy_and_mode():
     np.testing.assert_array_equal(policy.mode(), [2, 2, 2, 2])
 
 
+@pytest.mark.parametrize("size", [1, 2, 8, 9])
+def test_categorical_of_any_size_is_its_softmax(size):
+    logits = np.random.default_rng(0).normal(size=(5, 3, size)).astype(np.float32)
+    sample, policy = np.argmax(logits, axis=-1), Categorical(jnp.asarray(logits))
+    mode = jax.jit(Categorical.mode)(policy)
+    np.testing.assert_array_equal(mode, sample)
+    assert mode.dtype == np.int32
+
+    def ours(policy):
+        return (policy.log_prob(sample) + policy.entropy(0)).sum()
+
+    total, gradient = jax.jit(jax.value_and_grad(ours))(policy)
+    p = scipy.special.softmax(logits.astype(np.float64), axis=-1)
+    entropy = -np.sum(p * np.log(p), axis=-1, keepdims=True)
+    np.testing.assert_allclose(total, np.log(p.max(-1)).sum() + entropy.sum(), rtol=1e-5, atol=1e-6)
+    expected = (np.arange(size) == sample[..., None]) - p - p * (np.log(p) + entropy)
+    np.testing.assert_allclose(gradient.logits, expected, atol=1e-6)
+
+
+def test_categorical_takes_the_first_of_equals():
+    assert Categorical(jnp.array([0.0, 2.0, 1.0, 2.0])).mode() == 1
+
+
 def test_categorical_survives_extreme_logits():
     policy = Categorical(jnp.array([1e4, -1e4, 0.0]))
     assert policy.log_prob(jnp.array(0)) == 0.0
