@@ -23,8 +23,8 @@ from purejaxppo.spaces import Box, Discrete, MultiDiscrete, Space
 
 _LOG_2PI = float(np.log(2 * np.pi))
 # Most numbers in a row that are added up one by one, which XLA fuses with what is before and after: a
-# reduction is a kernel of its own on a GPU, and takes a CPU longer.
-_FEW = 8
+# reduction is a kernel of its own on a GPU. With eight a CPU takes longer so.
+_FEW = 6
 
 
 class Distribution(Protocol):

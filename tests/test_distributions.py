@@ -44,7 +44,7 @@ def test_categorical_log_prob_entropy_and_mode():
     np.testing.assert_array_equal(policy.mode(), [2, 2, 2, 2])
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 9])
+@pytest.mark.parametrize("size", [1, 2, 6, 7])
 def test_categorical_of_any_size_is_its_softmax(size):
     logits = np.random.default_rng(0).normal(size=(5, 3, size)).astype(np.float32)
     sample, policy = np.argmax(logits, axis=-1), Categorical(jnp.asarray(logits))
