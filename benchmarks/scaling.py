@@ -167,8 +167,7 @@ def page(results: dict[str, Any]) -> str:
         "# Scaling",
         "",
         "Made by `python -m benchmarks.scaling`: CartPole-v1, 128 steps, 4 epochs of 4 minibatches, two "
-        f"networks of 2 x 64; {about['device']} ({platform.machine()}), {about['cores']} cores, jax "
-        f"{about['versions']['jax']}. Compilation left out.",
+        f"networks of 2 x 64; {platform.machine()}, jax {about['versions']['jax']}. Compilation left out.",
         "",
         "![time against runs, environments and steps](scaling.png)",
         "",
@@ -189,7 +188,8 @@ def page(results: dict[str, Any]) -> str:
             continue
         times = len(result["found"])
         how = "measured once" if times == 1 else f"medians of {times} measurements"
-        lines += ["", f"{PARTS[part][1]} ({how}, {result['date']}):", ""]
+        where = f"{result['cores']} cores of {result['device']}"
+        lines += ["", f"{PARTS[part][1]} ({how}, {result['date']}, {where}):", ""]
         lines += rows(part, medians(result["found"]))
     return "\n".join(lines) + "\n"
 

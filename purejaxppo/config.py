@@ -83,7 +83,7 @@ class Config:
     num_minibatches: int = 4
     """Minibatches in a pass; num_envs * num_steps must be a multiple, with sequences num_envs."""
     microbatch_size: int | None = None
-    """Most samples whose gradients are computed at a time; by default a minibatch, of images on a CPU what its cache holds. Sequences stay whole."""
+    """Most samples whose gradients are computed at a time; by default a minibatch, on a CPU nearly what its caches hold. Sequences stay whole."""
     minibatches: Literal["auto", "samples", "sequences"] = "auto"
     """Minibatches of single samples, or of whole rollouts of some of the environments; auto: samples, with a GRU sequences."""
     cnn_layers: CnnLayers | None = None

@@ -22,6 +22,7 @@ from purejaxppo.plan import MAX_CHUNK
 from purejaxppo.policy import Policy, acting
 from purejaxppo.processes import agree
 from purejaxppo.program import Program
+from purejaxppo.rollouts import num_microbatches
 from purejaxppo.sweep import Run
 from purejaxppo.types import Metrics, PyTree, TrainState
 
@@ -137,6 +138,7 @@ class Training:
             "shards": plan.shards,
             "processes": plan.summing_processes,
             "effort": self.program.effort,
+            "microbatches": num_microbatches(self.program.trainer.setup),
         }
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from purejaxppo import stats
+from purejaxppo import machine, stats
 from purejaxppo.agent import Agent
 from purejaxppo.config import Config, Hyper
 from purejaxppo.devices import num_shards, own_share
@@ -25,8 +25,10 @@ from purejaxppo.scans import vector_scan
 from purejaxppo.shuffles import BITS, permutations
 from purejaxppo.types import Episode, Final, PyTree, Rollout, TrainState, Transition
 
-# Bytes of activations that a CPU multiplies fastest at a time.
+# What a CPU learns from fastest at a time: bytes of activations of images, and samples of dense layers a
+# core, whose activations its cache holds.
 _CACHED = 48 * 2**20
+_CACHED_SAMPLES = 1024
 
 
 class Setup(NamedTuple):
@@ -198,16 +200,31 @@ def _num_parts(setup: Setup) -> int:
 
 
 def num_microbatches(setup: Setup) -> int:
-    """Equal parts of a minibatch whose gradients are computed one after another."""
+    """Equal parts of a minibatch whose gradients are computed one after another.
+
+    By default nearly what a CPU's caches hold; a minibatch as a whole on other devices, and of dense layers
+    with a memory, whose parts would take as many steps in a row.
+    """
     config, _, agent = setup
     size = config.batch_size // config.num_minibatches
-    most = config.microbatch_size or size
-    convolutional = agent.network.cnn_layers and jax.default_backend() == "cpu"
-    if config.microbatch_size is None and convolutional:
-        most = _CACHED // (4 * agent.num_units)
     rows = size // config.num_steps if config.in_sequences else size  # are not divided
-    parts = (n for n in range(1, rows + 1) if rows % n == 0)
-    return next((n for n in parts if size // n <= most), rows)
+    parts = _divisors(rows)
+    if config.microbatch_size is not None:
+        return next((n for n in parts if size // n <= config.microbatch_size), rows)
+    if jax.default_backend() != "cpu":
+        return 1
+    if agent.network.cnn_layers:
+        most = _CACHED / (4 * agent.num_units)
+    elif agent.network.gru_units:
+        return 1
+    else:
+        most = _CACHED_SAMPLES * machine.num_cores()
+    return min(parts, key=lambda n: abs(math.log(size / n / most)))
+
+
+@functools.cache
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _value(setup: Setup, state: TrainState, seen: tuple[Array, PyTree, Array]) -> Array:

@@ -141,12 +141,9 @@ def _update_minibatch(
     picked: tuple[Array, Array, Array],
 ) -> tuple[Learner, UpdateMetrics]:
     """One step of the optimiser, on the samples that are picked, with these advantages and weights."""
-    index, advantage, weight = picked
-    batch = jax.tree.map(lambda x: x[index], samples)
-    batch = batch.replace(advantage=advantage, weight=weight)
-    gradients = functools.partial(_gradients, setup, state, learner.params, hyper)
-    grads, losses = mean_over_parts(gradients, batch, num_microbatches(setup))
-    grads, losses = mean_over_devices((as_vector(grads), losses))
+    gradients = functools.partial(_gradients, setup, state, samples, learner.params, hyper)
+    gradient = mean_over_parts(gradients, picked, num_microbatches(setup))
+    grads, losses = mean_over_devices(gradient)
     opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
     adapted = adapted_rates(hyper, opt_state)
     params, opt_state, norm = apply_gradients(adapted, learner.params, opt_state, grads)
@@ -177,9 +174,19 @@ def mean_over_parts(function: Callable[[PyTree], PyTree], batch: PyTree, parts: 
 
 
 def _gradients(
-    setup: Setup, state: TrainState, params: PyTree, hyper: Hyper, batch: Minibatch
-) -> tuple[PyTree, LossMetrics]:
-    return jax.grad(_loss, has_aux=True)(params, setup, state, batch, hyper)
+    setup: Setup,
+    state: TrainState,
+    samples: Minibatch,
+    params: PyTree,
+    hyper: Hyper,
+    picked: tuple[Array, Array, Array],
+) -> tuple[Array, LossMetrics]:
+    """As a vector [P], see `_update_minibatch`."""
+    index, advantage, weight = picked
+    batch = jax.tree.map(lambda x: x[index], samples)
+    batch = batch.replace(advantage=advantage, weight=weight)
+    grads, losses = jax.grad(_loss, has_aux=True)(params, setup, state, batch, hyper)
+    return as_vector(grads), losses
 
 
 def _loss(

@@ -24,6 +24,7 @@ from purejaxppo.agent import (
 )
 from purejaxppo.config import Config, Hyper
 from purejaxppo.losses import Minibatch, normalize_advantages, ppo_loss
+from purejaxppo.train import make_setup
 from purejaxppo.updates import annealed
 
 
@@ -139,6 +140,30 @@ def test_a_minibatch_may_be_learnt_from_in_parts(experience, size):
     # Adam makes of rounding errors what is still far below its step of 0.02.
     chex.assert_trees_all_close(parts.params, whole.params, rtol=1e-4, atol=2e-4)
     chex.assert_trees_all_close(metrics, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "options", "parts"),
+    [
+        (1024, 1, {}, 1),
+        (2048, 1, {}, 2),
+        (2048, 2, {}, 1),
+        (1536, 1, {}, 2),
+        (1021, 1, {}, 1),
+        (2053, 1, {}, 1),  # divisible by nothing
+        (8192, 2, {}, 4),
+        (8192, 2, {"minibatches": "sequences"}, 4),
+        (8192, 1, {"gru_units": 4}, 1),
+        (8192, 1, {"microbatch_size": 8192}, 1),
+    ],
+)
+def test_a_cpu_learns_from_what_its_caches_hold(monkeypatch, size, cores, options, parts):
+    monkeypatch.setattr("purejaxppo.machine.num_cores", lambda: cores)
+    config = Config(num_envs=size, num_steps=1, num_minibatches=1, **options)
+    setup = make_setup(config)
+    assert rollouts.num_microbatches(setup) == parts
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert rollouts.num_microbatches(setup) == 1
 
 
 def test_target_kl_stops_the_rest_of_the_iteration(experience):
