@@ -133,7 +133,7 @@ def check_same(options: Mapping[str, Any]) -> None:
     names = np.array([f"--{name.replace('_', '-')}" for name in options])
     different = ", ".join(names[(gathered != gathered[0]).any(axis=0)])
     if different:
-        raise ConfigError(f"--distributed: the processes were given different {different}")
+        raise ConfigError(f"--distributed: the processes have different {different}")
 
 
 def leave(status: int) -> None:

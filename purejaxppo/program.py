@@ -18,6 +18,8 @@ from purejaxppo.executables import Executable, fingerprint
 from purejaxppo.machine import Memory, gib, resident_bytes
 from purejaxppo.plan import Plan, fit, make_footprint, make_plan, nbytes
 from purejaxppo.policy import acting
+from purejaxppo.processes import check_same
+from purejaxppo.rollouts import num_microbatches
 from purejaxppo.spaces import Box
 from purejaxppo.sweep import Run, describe
 from purejaxppo.train import Trainer, make_setup, run_shapes, saved_shapes, stack_hypers
@@ -94,6 +96,8 @@ class Program:
             setup = make_setup(self.config, self.env)
             self._lay_out(make_plan(setup, len(runs), block, options.shard == "environments"))
         self._fit_into(memory)
+        # As on CPUs with other numbers of cores.
+        check_same({"microbatch_size": num_microbatches(self.trainer.setup)})
 
     def _lay_out(self, plan: Plan) -> None:
         """The programs of a plan, and the runs on its devices."""

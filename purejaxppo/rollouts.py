@@ -26,7 +26,7 @@ from purejaxppo.shuffles import BITS, permutations
 from purejaxppo.types import Episode, Final, PyTree, Rollout, TrainState, Transition
 
 # What a CPU learns from fastest at a time: bytes of activations of images, and samples of dense layers a
-# core, whose activations its cache holds.
+# core, whose activations its cache holds; twice as many with a memory, as each part takes all its steps in a row.
 _CACHED = 48 * 2**20
 _CACHED_SAMPLES = 1024
 
@@ -202,8 +202,7 @@ def _num_parts(setup: Setup) -> int:
 def num_microbatches(setup: Setup) -> int:
     """Equal parts of a minibatch whose gradients are computed one after another.
 
-    By default nearly what a CPU's caches hold; a minibatch as a whole on other devices, and of dense layers
-    with a memory, whose parts would take as many steps in a row.
+    By default nearly what a CPU's caches hold, and a minibatch as a whole on other devices.
     """
     config, _, agent = setup
     size = config.batch_size // config.num_minibatches
@@ -215,10 +214,8 @@ def num_microbatches(setup: Setup) -> int:
         return 1
     if agent.network.cnn_layers:
         most = _CACHED / (4 * agent.num_units)
-    elif agent.network.gru_units:
-        return 1
     else:
-        most = _CACHED_SAMPLES * machine.num_cores()
+        most = _CACHED_SAMPLES * machine.num_cores() * (2 if agent.network.gru_units else 1)
     return min(parts, key=lambda n: abs(math.log(size / n / most)))
 
 

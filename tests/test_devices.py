@@ -21,7 +21,7 @@ from trainings import UNEVALUATED, quickly
 from purejaxppo import checkpoint, processes
 from purejaxppo.config import Config, Hyper, RunOptions, Settings
 from purejaxppo.envs.base import Vectorized
-from purejaxppo.machine import Memory
+from purejaxppo.machine import Memory, num_cores
 from purejaxppo.plan import Plan
 from purejaxppo.program import Program
 from purejaxppo.sweep import Run, make_settings_of
@@ -340,14 +340,14 @@ def test_an_address_where_there_is_somebody_else_or_nobody(monkeypatch):
         processes.join(run)
 
 
-def test_processes_that_were_given_different_options_say_which(tmp_path):
+def test_processes_with_different_options_say_which(tmp_path):
     processes = start_two(
         *("--run-dir", tmp_path / "run"), own=[("--seed", 1), ("--env", "Acrobot-v1", "--seed", 2)]
     )
     for process in processes:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 2
-        assert re.search("the processes were given different --env, .*--seed", err)
+        assert re.search("the processes have different --env, .*--seed", err)
     assert not (tmp_path / "run").exists()
 
 
@@ -359,7 +359,19 @@ def test_processes_that_go_on_from_different_checkpoints_say_so(trained, tmp_pat
     for process in start_two("--total-timesteps", "512", own=own):
         _, err = process.communicate(timeout=120)
         assert process.returncode == 2
-        assert "the processes were given different --resume" in err
+        assert "the processes have different --resume" in err
+
+
+@pytest.mark.skipif(num_cores() == 1, reason="needs two cores")
+def test_processes_with_different_numbers_of_cores_say_what_to_give(tmp_path):
+    large = ["--num-envs", "64", "--num-minibatches", "1", "--run-dir", tmp_path / "run"]
+    pair = start_two(*large)
+    os.sched_setaffinity(pair[1].pid, list(os.sched_getaffinity(0))[:1])
+    for process in pair:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "the processes have different --microbatch-size" in err
+    assert not (tmp_path / "run").exists()
 
 
 def assert_same(pair, single):

@@ -153,7 +153,7 @@ def test_a_minibatch_may_be_learnt_from_in_parts(experience, size):
         (2053, 1, {}, 1),  # divisible by nothing
         (8192, 2, {}, 4),
         (8192, 2, {"minibatches": "sequences"}, 4),
-        (8192, 1, {"gru_units": 4}, 1),
+        (8192, 1, {"gru_units": 4}, 4),
         (8192, 1, {"microbatch_size": 8192}, 1),
     ],
 )
