@@ -26,9 +26,9 @@ from purejaxppo.shuffles import BITS, permutations
 from purejaxppo.types import Episode, Final, PyTree, Rollout, TrainState, Transition
 
 # What a CPU learns from fastest at a time: bytes of activations of images, and samples of dense layers a
-# core, whose activations its cache holds; twice as many with a memory, as each part takes all its steps in a row.
+# core, whose activations its cache holds.
 _CACHED = 48 * 2**20
-_CACHED_SAMPLES = 1024
+_CACHED_SAMPLES = 2048
 
 
 class Setup(NamedTuple):
@@ -215,7 +215,7 @@ def num_microbatches(setup: Setup) -> int:
     if agent.network.cnn_layers:
         most = _CACHED / (4 * agent.num_units)
     else:
-        most = _CACHED_SAMPLES * machine.num_cores() * (2 if agent.network.gru_units else 1)
+        most = _CACHED_SAMPLES * machine.num_cores()
     return min(parts, key=lambda n: abs(math.log(size / n / most)))
 
 

@@ -145,15 +145,15 @@ def test_a_minibatch_may_be_learnt_from_in_parts(experience, size):
 @pytest.mark.parametrize(
     ("size", "cores", "options", "parts"),
     [
-        (1024, 1, {}, 1),
-        (2048, 1, {}, 2),
-        (2048, 2, {}, 1),
-        (1536, 1, {}, 2),
-        (1021, 1, {}, 1),
-        (2053, 1, {}, 1),  # divisible by nothing
-        (8192, 2, {}, 4),
-        (8192, 2, {"minibatches": "sequences"}, 4),
-        (8192, 1, {"gru_units": 4}, 4),
+        (2048, 1, {}, 1),
+        (4096, 1, {}, 2),
+        (4096, 2, {}, 1),
+        (3072, 1, {}, 2),
+        (2039, 1, {}, 1),
+        (4099, 1, {}, 1),  # divisible by nothing
+        (16384, 2, {}, 4),
+        (16384, 2, {"minibatches": "sequences"}, 4),
+        (16384, 1, {"gru_units": 4}, 8),
         (8192, 1, {"microbatch_size": 8192}, 1),
     ],
 )
