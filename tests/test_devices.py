@@ -364,8 +364,8 @@ def test_processes_that_go_on_from_different_checkpoints_say_so(trained, tmp_pat
 
 @pytest.mark.skipif(num_cores() == 1, reason="needs two cores")
 def test_processes_with_different_numbers_of_cores_say_what_to_give(tmp_path):
-    large = ["--num-envs", "64", "--num-minibatches", "1", "--run-dir", tmp_path / "run"]
-    pair = start_two(*large)
+    large = ["--num-envs", "64", "--num-steps", "128", "--num-minibatches", "1"]
+    pair = start_two(*large, "--run-dir", tmp_path / "run")
     os.sched_setaffinity(pair[1].pid, list(os.sched_getaffinity(0))[:1])
     for process in pair:
         _, err = process.communicate(timeout=120)
