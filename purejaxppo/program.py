@@ -96,7 +96,7 @@ class Program:
             setup = make_setup(self.config, self.env)
             self._lay_out(make_plan(setup, len(runs), block, options.shard == "environments"))
         self._fit_into(memory)
-        # As on CPUs with other numbers of cores.
+        # CPUs with different numbers of cores would have different parts.
         check_same({"microbatch_size": num_microbatches(self.trainer.setup)})
 
     def _lay_out(self, plan: Plan) -> None:
