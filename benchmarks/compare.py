@@ -207,8 +207,13 @@ def spread(values: list[float], form: str) -> str:
     return f"{middle} ({low} ... {high})"
 
 
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The results as Markdown, of one device after another."""
+    return "\n".join(f"On {device}:\n\n{_of_device(here)}" for device, here in results.items())
+
+
+def _of_device(results: dict[str, Any]) -> str:
+    """A table of speeds, and one of starts where they were measured."""
     lines = [
         "| training | ours, steps/s | the other's | ratio | aim |",
         "|---|---|---|---|---|",
@@ -236,16 +241,17 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(results: dict[str, Any]) -> str:
+def page(results: dict[str, dict[str, Any]]) -> str:
     """The table with what it needs to be understood."""
-    versions = {who: found for r in results.values() for who, found in r["versions"].items()}
+    rows = [(device, *row) for device, here in results.items() for row in here.items()]
+    versions = {who: found for *_, row in rows for who, found in row["versions"].items()}
     shown = "; ".join(
         f"{who}: {', '.join(f'{n} {v}' for n, v in found.items() if n != 'purejaxppo')}"
         for who, found in versions.items()
     )
     measured = [
-        f"- {name}: {r['device']}, {r['date']}, purejaxppo {r['versions']['ours']['purejaxppo']}"
-        for name, r in results.items()
+        f"- {name}: {device}, {row['date']}, purejaxppo {row['versions']['ours']['purejaxppo']}"
+        for device, name, row in rows
     ]
     return "\n".join([
         "# Beside other trainers",
@@ -267,7 +273,7 @@ def page(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures, and writes `results/compare.json` and `.md`; what is not asked for is kept.
+    """Measures, and writes `results/compare.json` and `.md`; other devices' and what is not asked for are kept.
 
     The README gets the table too.
     """
@@ -290,9 +296,10 @@ def main() -> None:
     if missing:
         parser.error(f"no {', '.join(missing)} in {given.directory}: python -m benchmarks.peers")
     results = load("compare", {})
+    where = f"{device}, {platform.machine()}"
+    measured = results.get(where, {})
     about = {
         "date": datetime.date.today().isoformat(),
-        "device": f"{device}, {platform.machine()}",
         "versions": {"ours": machine.versions()}
         | {
             peer: peers.versions(given.directory, peer)
@@ -302,11 +309,11 @@ def main() -> None:
     }
     for name in wanted:
         if name == START_UP:
-            results[name] = {"seconds": start_up(given.directory, given.repeats)} | about
+            measured[name] = {"seconds": start_up(given.directory, given.repeats)} | about
         else:
             found = speeds(works[name], given.directory, given.repeats)
-            results[name] = asdict(works[name]) | {"speeds": found} | about
-        results = {name: results[name] for name in [*works, START_UP] if name in results}
+            measured[name] = asdict(works[name]) | {"speeds": found} | about
+        results[where] = {name: measured[name] for name in [*works, START_UP] if name in measured}
         save("compare", results, page(results))
     README.write_text(with_table(README.read_text(), "compare", table(results)))
     print(page(results))

@@ -321,7 +321,7 @@ def test_external_table_compares_at_equal_seeds():
 def test_ratios_are_taken_pair_by_pair():
     work = {"aims": {"rejax": 2.0}, "speeds": {"ours": [10.0, 40.0, 30.0], "rejax": [10, 10, 10]}}
     start = {"seconds": {"first": [3.0, 4.0, 5.0], "rejax": [6.0, 8.0, 10.0]}}
-    shown = compare.table({"CartPole": work, compare.START_UP: start})
+    shown = compare.table({"a CPU": {"CartPole": work, compare.START_UP: start}})
     assert "| CartPole | 30 (10 ... 40) | rejax 10 (10 ... 10) | 3 | 2 |" in shown
     assert "| first | 4.0 (3.0 ... 5.0) | 0.50 |" in shown
 
