@@ -1,5 +1,6 @@
 """What decides whether a benchmark's bar is met, and optima with independent values."""
 
+import re
 import types
 from pathlib import Path
 
@@ -324,6 +325,8 @@ def test_ratios_are_taken_pair_by_pair():
     shown = compare.table({"a CPU": {"CartPole": work, compare.START_UP: start}})
     assert "| CartPole | 30 (10 ... 40) | rejax 10 (10 ... 10) | 3 | 2 |" in shown
     assert "| first | 4.0 (3.0 ... 5.0) | 0.50 |" in shown
+    both = compare.table({"a CPU": {"CartPole": work}, "another": {"CartPole": work}})
+    assert re.findall("On (.+):", both) == ["a CPU", "another"]
 
 
 def test_linear_cost_doubles_with_every_doubling():
