@@ -183,6 +183,8 @@ def add_seeds(result: dict[str, Any], further: dict[str, Any]) -> None:
         assert further[name] == result[name], f"{name}: {further[name]} is not {result[name]}"
     for name in {"returns", "curves"} & result.keys():  # older measurements have no curves
         result[name] += further[name]
+    made = {name: further[name] for name in ("device", "versions")}
+    result["further"] = [*result.get("further", []), made]
 
 
 def met(result: dict[str, Any], target: Target) -> bool:
@@ -193,7 +195,8 @@ def met(result: dict[str, Any], target: Target) -> bool:
 def table(suite: str, results: list[dict[str, Any]]) -> str:
     """The results as Markdown, of environments whose random policies are measured, too."""
     results = [r for r in results if "random" in r]
-    made = ", or ".join(dict.fromkeys(_made_with(suite, r) for r in results))
+    trainings = (each for r in results for each in (r, *r.get("further", [])))
+    made = ", or ".join(dict.fromkeys(_made_with(suite, each) for each in trainings))
     sampled = load_settings(next(iter(SUITES[suite]))).run.eval_sampled
     lines = [
         f"# Learning results, {suite}",
@@ -240,11 +243,11 @@ def table(suite: str, results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _made_with(suite: str, result: dict[str, Any]) -> str:
-    """The machine and the versions of a measurement."""
-    versions = result["versions"]
+def _made_with(suite: str, training: dict[str, Any]) -> str:
+    """The machine and the versions of it."""
+    versions = training["versions"]
     packages = "jax", suite if suite in versions else "gymnax", "purejaxppo"
-    return ", ".join([result["device"], *(f"{name} {versions[name]}" for name in packages)])
+    return ", ".join([training["device"], *(f"{name} {versions[name]}" for name in packages)])
 
 
 def _pair(values: list[float] | None) -> str:

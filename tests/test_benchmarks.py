@@ -124,6 +124,16 @@ def test_what_is_not_measured_yet_is_no_row():
     assert learning.table("gymnax", [result]).endswith("|---|\n")
 
 
+def test_seeds_that_are_added_later_say_what_trained_them():
+    first = {"env_args": {}, "steps": 100, "eval_episodes": 128, "returns": [1.0, 0.5]}
+    first |= {"versions": {"jax": "1", "gymnax": "2", "purejaxppo": "3"}, "device": "a CPU"}
+    result = first | {"env": "CartPole-v1", "random": [20.0, 24.0]}
+    learning.add_seeds(result, first | {"device": "another"})
+    made = "a CPU, jax 1, gymnax 2, purejaxppo 3, or another, jax 1, gymnax 2, purejaxppo 3."
+    assert made in learning.table("gymnax", [result])
+    assert result["returns"] == [1.0, 0.5, 1.0, 0.5]
+
+
 def test_curves_are_of_whole_episodes():
     rows = [
         {"run": run, "env_steps": steps, "episodes": count, "episode_return": value}
