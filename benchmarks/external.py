@@ -202,7 +202,7 @@ def table(known: dict[str, Any]) -> str:
         f"{about['versions']['envpool']}, Stable-Baselines3 {about['peer']['stable-baselines3']}; the shipped "
         f"settings, which are the other's too, seeds from {FIRST_SEED} on. Returns of 16 deterministic "
         "episodes a seed, and 95% bootstrap intervals; at or above where the lower end of the difference is "
-        "above -5% of the other's. Seeds were added where few could not tell. Steps per second: medians of trainings in turn, without compilation.",
+        "above -5% of the other's. Seeds were added where their returns lie far apart. Steps per second: medians of trainings in turn, without compilation.",
         "",
         "| environment | steps | seeds | ours | theirs | difference | at or above "
         "| our steps/s | theirs | ratio | aim | speeds on |",
