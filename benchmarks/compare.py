@@ -77,6 +77,7 @@ WORKS = [
     Work("CartPole-v1", 4, _BOTH | {"rejax": 1.7, "sbx": 0.0, "sb3": 30.0}),
     Work("CartPole-v1", 4, {"rejax": 3.0}, num_runs=16, cores=2, steps=8_000_000),
     Work("Breakout-MinAtar", 64, _BOTH | {"rejax": 1.5}, steps=1_000_000),
+    Work("Asterix-MinAtar", 64, _BOTH, steps=1_000_000),
 ]
 ACCELERATED = [
     Work("CartPole-v1", 4, {"purejaxrl": 0.0}, num_runs=2048, cores=0, steps=100_000_000),

@@ -50,8 +50,8 @@ def packed_scan(step: Step, carry: PyTree, inputs: PyTree, shape: tuple[int, ...
 def vector_scan(step: Step, carry: PyTree, inputs: PyTree, size: int) -> Any:
     """Over steps of N environments: what is [N] is one array in the outputs, and between the steps.
 
-    Between steps arrays of more than two dimensions are rows, on all devices: XLA for CPUs computes [N, 400]
-    in vectors and [N, 10, 10, 4] number by number.
+    Between steps arrays of more than two dimensions are rows, on all devices, one of each environment: XLA
+    for CPUs computes [N, 400] in vectors, and [N, 10, 10, 4] or [1, N * 400] number by number.
 
     Args:
         size: N.
@@ -61,8 +61,7 @@ def vector_scan(step: Step, carry: PyTree, inputs: PyTree, size: int) -> Any:
 
     def as_rows(packed: PyTree) -> PyTree:
         words, others = packed
-        rows = [x.reshape(len(x), math.prod(x.shape[1:])) if x.ndim > 2 else x for x in others]
-        return words, rows
+        return words, [_as_rows(x, size) for x in others]
 
     def from_rows(packed: PyTree) -> PyTree:
         words, rows = packed
@@ -95,6 +94,14 @@ def _pack(tree: PyTree, shape: tuple[int, ...]) -> tuple[PyTree, Unpack]:
 
     others = [x for x, dtype in pairs if dtype is None]
     return (jnp.stack(small) if small else (), others), unpack
+
+
+def _as_rows(x: Array, size: int) -> Array:
+    """[size, ...] as [size, F], and [K, size, ...] as [K * size, F]."""
+    if x.ndim <= 2:
+        return x
+    batch = 1 if len(x) == size else 2
+    return x.reshape(math.prod(x.shape[:batch]), math.prod(x.shape[batch:]))
 
 
 def _as_word(x: Array) -> Array:

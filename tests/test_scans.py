@@ -32,6 +32,7 @@ def start():
         "real": jnp.array([0.5, -0.0, jnp.nan, jnp.inf, 1e-40]),
         "byte": jnp.arange(N, dtype=jnp.uint8),
         "image": jnp.arange(N * 6, dtype=jnp.float32).reshape(N, 2, 3),
+        "slots": jnp.arange(2 * N * 6, dtype=jnp.int32).reshape(2, N, 2, 3),
         "index": jnp.int32(0),
         "nothing": None,
     }
@@ -44,6 +45,7 @@ def step(carry, x):
         "bits": carry["bits"] ^ 7,
         "real": jnp.where(carry["flag"], carry["real"], carry["real"] + x),
         "image": carry["image"] + x[:, None, None],
+        "slots": carry["slots"].at[1].add(1),
         "index": carry["index"] + 1,
     }
     return after, (carry, x > 0, carry["image"].sum((1, 2)))
@@ -86,22 +88,34 @@ def test_another_type_is_no_carry():
         scans.vector_scan(changes, start(), INPUTS, N)
 
 
+def loop(scan):
+    """The equation that it is."""
+    (found,) = (e for e in jax.make_jaxpr(scan)().eqns if e.primitive.name == "scan")
+    return found
+
+
 def arrays(scan):
     """How many the loop carries, of those that change, and puts out, together."""
-    (loop,) = (e for e in jax.make_jaxpr(scan)().eqns if e.primitive.name == "scan")
-    return len(loop.outvars)
+    return len(loop(scan).outvars)
+
+
+def test_rows_between_steps_are_of_one_environment_each():
+    """Asterix takes twice as long where the final observations of all are one row."""
+    vector = loop(lambda: scans.vector_scan(step, start(), INPUTS, N))
+    carried = [x.aval.shape for x in vector.outvars[: vector.params["num_carry"]]]
+    assert {shape for shape in carried if len(shape) > 1} == {(N, 6), (2 * N, 6)}
 
 
 def test_cpus_keep_arrays_apart(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert arrays(lambda: scans.vector_scan(step, start(), INPUTS, N)) == 6 + 10
+    assert arrays(lambda: scans.vector_scan(step, start(), INPUTS, N)) == 7 + 11
 
 
 @pytest.mark.usefixtures("accelerator")
 def test_numbers_of_environments_are_one_array():
-    """Beside it the image and the index, and of the outputs the keys and bytes."""
-    assert arrays(lambda: jax.lax.scan(step, start(), INPUTS)) == 6 + 10
-    assert arrays(lambda: scans.vector_scan(step, start(), INPUTS, N)) == 3 + 5
+    """Beside it the image, the slots and the index, and of the outputs the keys and bytes."""
+    assert arrays(lambda: jax.lax.scan(step, start(), INPUTS)) == 7 + 11
+    assert arrays(lambda: scans.vector_scan(step, start(), INPUTS, N)) == 4 + 6
 
 
 @pytest.mark.parametrize(
