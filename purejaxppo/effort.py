@@ -98,7 +98,7 @@ def compiler_options(setup: Setup, quick: bool = False) -> dict[str, Any]:
 def _cpu_options(setup: Setup, quick: bool) -> dict[str, Any]:
     """How XLA compiles for CPUs.
 
-    Level 1 of its effort compiles a tenth to a third faster than its default, 3. Most environments train as
+    Level 1 of its effort compiles up to a third faster than its default, 3. Most environments train as
     fast, Pong of Gymnax's misc and MemoryChain, which has a GRU, 1.2 and 1.6 times as fast, but Seaquest and
     Brax's ant and halfcheetah at 0.67, 0.78 and 0.81 of the speed. Vectors are as wide as the core has them:
     XLA's own 256 bits take 6 to 9% longer where there are 512. Quick is level 0 with the older emitters of

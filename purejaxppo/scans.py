@@ -51,7 +51,7 @@ def vector_scan(step: Step, carry: PyTree, inputs: PyTree, size: int) -> Any:
     """Over steps of N environments: what is [N] is one array in the outputs, and between the steps.
 
     Between steps arrays of more than two dimensions are rows, on all devices, one of each environment: XLA
-    for CPUs computes [N, 400] in vectors, and [N, 10, 10, 4] or [1, N * 400] number by number.
+    for CPUs computes [N, 400] in vectors and [N, 10, 10, 4] number by number, and is slow with [1, N * 400].
 
     Args:
         size: N.
