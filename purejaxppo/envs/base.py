@@ -61,6 +61,7 @@ class VectorEnvironment(Described, Protocol):
         external: whether they live outside of the program. Such environments reset one step late (the
             step after an end is not valid, and what it acts on is the final observation), and they
             cannot be saved, divided among devices, or called by a program from the cache.
+        in_lanes: whether steps are computed as `lanes.batched_last` does, for which XLA is set up.
         pool_size: P, start states of each environment that a rollout begins with; 0 for none.
     """
 
@@ -68,6 +69,8 @@ class VectorEnvironment(Described, Protocol):
     def num_envs(self) -> int: ...
     @property
     def external(self) -> bool: ...
+    @property
+    def in_lanes(self) -> bool: ...
     @property
     def pool_size(self) -> int: ...
 
@@ -134,6 +137,10 @@ class Vectorized:
 
     def __hash__(self) -> int:
         return hash(self._identity())
+
+    @property
+    def in_lanes(self) -> bool:
+        return getattr(self.env, "in_lanes", False)
 
     @property
     def observation_space(self) -> Space:

@@ -16,11 +16,13 @@ from jax import Array
 
 from purejaxppo.envs.base import strong_types
 from purejaxppo.envs.checks import check_positive
+from purejaxppo.envs.lanes import batched_last
 from purejaxppo.spaces import Box
 from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
 
 BACKENDS = ("spring", "positional", "generalized", "mjx")
+_IN_LANES = ("spring", "positional")  # what is elementwise; the others solve equations
 _SUPPORTED = {"brax/swimmer": ("generalized",)}  # where not all
 
 
@@ -49,6 +51,9 @@ class BraxEnvironment:
         # Physics takes a second to trace, and is part of several programs; inlined it is as if it had
         # been traced for each.
         self._reset, self._step = (jax.jit(f, inline=True) for f in (env.reset, env.step))
+        self.in_lanes = jax.default_backend() == "cpu" and getattr(env, "backend", "") in _IN_LANES
+        if self.in_lanes:
+            self._step = batched_last(self._step)
         # Its own `observation_size` runs a reset, which takes many seconds.
         with quietly():
             self._obs = jax.eval_shape(self._reset, jax.random.key(0)).obs

@@ -87,6 +87,7 @@ class EnvPool:
     seeds: tuple[np.random.SeedSequence, ...] = ()
     may_truncate: bool = True
     external: bool = True
+    in_lanes: bool = False
     pool_size: int = 0
 
     @functools.cached_property

@@ -79,6 +79,10 @@ class Images:
         return self.env.external
 
     @property
+    def in_lanes(self) -> bool:
+        return self.env.in_lanes
+
+    @property
     def pool_size(self) -> int:
         return self.env.pool_size
 

@@ -1,0 +1,228 @@
+"""`jax.vmap` with the batch in the last axis, where a CPU computes physics of many environments in vectors.
+
+The rules of `jax.vmap` put it first. Then loops over the 3 or 4 numbers of vectors and quaternions are the
+innermost ones, too short for the vectors of a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+from jax.extend import core
+
+from purejaxppo.types import PyTree
+
+
+class _Value(NamedTuple):
+    array: Any
+    batched: bool  # in its last axis
+
+    def full(self, size: int) -> Array:
+        """[..., size]."""
+        if self.batched:
+            return self.array
+        return jnp.broadcast_to(self.array[..., None], (*self.array.shape, size))
+
+
+def batched_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """The same function, which `jax.vmap` computes with the batch in the last axis.
+
+    That is faster where all is elementwise or moves numbers to places known in advance, as in Brax's spring
+    and positional physics. What there is no rule for here is computed by that of `jax.vmap`. There is no
+    gradient.
+    """
+    batched_function = custom_vmap(function)
+
+    @batched_function.def_vmap
+    def _(size: int, batched: Any, *arguments: PyTree) -> tuple[PyTree, PyTree]:
+        leaves, tree = jax.tree.flatten(arguments)
+        values = [
+            _Value(jnp.moveaxis(x, 0, -1) if of_batch else x, of_batch)
+            for x, of_batch in zip(leaves, jax.tree.leaves(batched), strict=True)
+        ]
+        shapes = [x.shape[:-1] if of_batch else x.shape for x, of_batch in values]
+        one = map(jax.ShapeDtypeStruct, shapes, (x.dtype for x in leaves))
+        program, out = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, one))
+        results = [jnp.moveaxis(x.full(size), -1, 0) for x in _evaluate(program, values, size)]
+        all_batched = jax.tree.map(lambda _: True, out)
+        return jax.tree.unflatten(jax.tree.structure(out), results), all_batched
+
+    return batched_function
+
+
+def _evaluate(program: core.ClosedJaxpr, inputs: Sequence[_Value], size: int) -> list[_Value]:
+    """Of a program for one of the batch, what it computes for all."""
+    jaxpr = program.jaxpr
+    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values.update(
+        (name, _Value(jnp.asarray(x), False))
+        for name, x in zip(jaxpr.constvars, program.consts, strict=True)
+    )
+
+    def read(x: Any) -> _Value:
+        if isinstance(x, core.Literal):
+            return _Value(np.asarray(x.val, x.aval.dtype), False)  # type: ignore[attr-defined]
+        return values[x]
+
+    for equation in jaxpr.eqns:
+        outputs = _compute(equation, [read(x) for x in equation.invars], size)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _compute(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return _scan(equation, operands, size)
+    if name in _CALLS:
+        return _evaluate(params[_CALLS[name]], operands, size)
+    arrays, batched = [x.array for x in operands], [x.batched for x in operands]
+    places = name in _WITH_PLACES
+    if not any(batched):
+        results = equation.primitive.bind(*arrays, **params)
+    elif name in _RULES and not (places and batched[1]):
+        full = [x.array if places and i == 1 else x.full(size) for i, x in enumerate(operands)]
+        results = _RULES[name](equation, size, *full)
+    else:
+        one = functools.partial(equation.primitive.bind, **params)
+        results = jax.vmap(one, [-1 if of_batch else None for of_batch in batched], -1)(*arrays)
+    results = results if equation.primitive.multiple_results else [results]
+    return [_Value(x, any(batched)) for x in results]
+
+
+def _scan(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
+    params, step = equation.params, equation.params["jaxpr"]
+
+    def same(outer: list[Any], inner: list[Any]) -> int:
+        """How many have the axes that they have within a step: those that are no row of an array."""
+        return sum(x.aval.ndim == y.aval.ndim for x, y in zip(outer, inner, strict=True))
+
+    num_carry = same(equation.outvars, step.jaxpr.outvars)
+    rows = same(equation.invars, step.jaxpr.invars)  # after constants and what is carried
+    consts, inputs = operands[: rows - num_carry], operands[rows:]
+
+    def forwards(carry: Sequence[Array], xs: Any) -> tuple[list[Array], list[Array]]:
+        now = [_Value(x, of.batched) for x, of in zip(xs, inputs, strict=True)]
+        results = _evaluate(step, [*consts, *(_Value(x, True) for x in carry), *now], size)
+        full = [x.full(size) for x in results]
+        return full[:num_carry], full[num_carry:]
+
+    carry, results = lax.scan(
+        forwards,
+        [x.full(size) for x in operands[rows - num_carry : rows]],
+        [x.array for x in inputs],
+        **{name: params[name] for name in ("length", "reverse", "unroll")},
+    )
+    return [_Value(x, True) for x in [*carry, *results]]
+
+
+def _as_it_is(equation: Any, size: int, *operands: Array) -> Array:
+    del size
+    return equation.primitive.bind(*operands, **equation.params)
+
+
+def _elementwise(equation: Any, size: int, *operands: Array) -> Array:
+    """Scalars go with arrays of any shape."""
+    shape = (*equation.outvars[0].aval.shape, size)
+    return _as_it_is(equation, size, *(jnp.broadcast_to(x, shape) for x in operands))
+
+
+def _broadcast_in_dim(equation: Any, size: int, x: Array) -> Array:
+    shape, places = equation.params["shape"], equation.params["broadcast_dimensions"]
+    return lax.broadcast_in_dim(x, (*shape, size), (*places, len(shape)))
+
+
+def _reshape(equation: Any, size: int, x: Array) -> Array:
+    return x.reshape(*equation.params["new_sizes"], size)
+
+
+def _slice(equation: Any, size: int, x: Array) -> Array:
+    params = equation.params
+    strides = params["strides"] and (*params["strides"], 1)
+    return lax.slice(x, (*params["start_indices"], 0), (*params["limit_indices"], size), strides)
+
+
+def _transpose(equation: Any, size: int, x: Array) -> Array:
+    del size
+    return lax.transpose(x, (*equation.params["permutation"], x.ndim - 1))
+
+
+def _tile(equation: Any, size: int, x: Array) -> Array:
+    del size
+    return jnp.tile(x, (*equation.params["reps"], 1))
+
+
+def _pad(equation: Any, size: int, x: Array, value: Array) -> Array:
+    del size
+    return lax.pad(x, value, (*equation.params["padding_config"], (0, 0, 0)))
+
+
+def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
+    """As a sum of products: for a library the matrices of one environment are too little work."""
+    summed, shared = equation.params["dimension_numbers"]
+
+    def in_order(x: Array, side: int) -> Array:
+        """[*shared, own of the left or 1, own of the right or 1, summed, size]."""
+        own = sorted(set(range(x.ndim - 1)) - {*shared[side], *summed[side]})
+        batch = [x.shape[axis] for axis in shared[side]]
+        width, terms = (math.prod(x.shape[axis] for axis in axes) for axes in (own, summed[side]))
+        x = lax.transpose(x, (*shared[side], *own, *summed[side], x.ndim - 1))
+        return x.reshape(*batch, *((1, width) if side else (width, 1)), terms, size)
+
+    product = jnp.sum(in_order(left, 0) * in_order(right, 1), axis=-2)
+    return product.reshape(*equation.outvars[0].aval.shape, size)
+
+
+def _gather(equation: Any, size: int, x: Array, places: Array) -> Array:
+    numbers = equation.params["dimension_numbers"]
+    offsets = (*numbers.offset_dims, equation.outvars[0].aval.ndim)
+    params = equation.params | {
+        "dimension_numbers": numbers._replace(offset_dims=offsets),
+        "slice_sizes": (*equation.params["slice_sizes"], size),
+    }
+    return equation.primitive.bind(x, places, **params)
+
+
+def _scatter(equation: Any, size: int, x: Array, places: Array, updates: Array) -> Array:
+    del size
+    numbers = equation.params["dimension_numbers"]
+    windows = (*numbers.update_window_dims, updates.ndim - 1)
+    params = equation.params | {"dimension_numbers": numbers._replace(update_window_dims=windows)}
+    return equation.primitive.bind(x, places, updates, **params)
+
+
+# What only calls a program, and the parameter that this is.
+_CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+# Whose second operand, of places or of a value to fill up with, must be the same for all of the batch.
+_WITH_PLACES = ("gather", "scatter", "scatter-add", "pad")
+
+_ELEMENTWISE = """
+abs acos add and asin atan atan2 ceil clamp convert_element_type copy cos cosh div eq exp expm1 floor ge gt
+integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin
+sinh sqrt square sub tan tanh xor
+"""
+_AS_IT_IS = "concatenate reduce_and reduce_max reduce_min reduce_or reduce_sum squeeze"
+
+_RULES = {
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_AS_IT_IS.split(), _as_it_is),
+    "broadcast_in_dim": _broadcast_in_dim,
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "pad": _pad,
+    "reshape": _reshape,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "slice": _slice,
+    "tile": _tile,
+    "transpose": _transpose,
+}

@@ -1,0 +1,124 @@
+"""That a batch in the last axis computes what `jax.vmap` does, and that Brax's physics stays in that axis."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from purejaxppo import envs
+from purejaxppo.effort import each_equation
+from purejaxppo.envs.brax import quietly
+from purejaxppo.envs.lanes import batched_last
+
+SIZE = 7
+
+
+def moved(x, y):
+    """What moves numbers to places known in advance."""
+    part = lax.slice(x, (0, 1), (3, 4), (2, 1))
+    turned = jnp.concatenate([part.T, y[:3, :1], jnp.ones((3, 1))], axis=1)
+    filled = lax.pad(turned, 0.5, ((1, 0, 0), (0, 2, 1)))
+    placed = filled.at[jnp.array([1, 3])].add(part[:1, :1]).at[0, 2].set(x[0, 0])
+    taken = jnp.take(placed, jnp.array([2, 0, 2]), axis=0)
+    return jnp.tile(taken.reshape(-1), 2), placed[:, None].squeeze(1)
+
+
+def multiplied(x, y):
+    """Products with an axis shared, several summed, none left, and of what is not of the batch."""
+    shared = jnp.einsum("ijk,ilk->ijl", jnp.stack([x, x + 1]), jnp.stack([y, y]))
+    return shared, jnp.tensordot(x, y, 2), x @ jnp.arange(12.0).reshape(4, 3), x @ y.T @ x
+
+
+def elementwise(x, y):
+    angle = jnp.arctan2(x, y) + jnp.clip(x, -0.5, y.sum())
+    return (
+        jnp.where(x.max() > 1, angle, x**2),
+        jnp.isfinite(x).all(),
+        jax.nn.relu(y).astype(jnp.int32),
+    )
+
+
+def repeated(x, y):
+    """Rows and constants of the batch and not, carried values that only become so."""
+    rows = x, jnp.arange(3.0)
+
+    def step(carry, row):
+        mine, number = row
+        total = carry[0] + mine @ y.T + number
+        return (total, carry[1] * 2), (total.sum(), number)
+
+    return lax.scan(step, (jnp.zeros(3), jnp.ones(2)), rows, reverse=True)
+
+
+def without_rules(x, y):
+    """Places of each one's own, loops and branches that depend on it."""
+    place = jnp.argmax(x)
+    loop = lax.while_loop(lambda z: z.sum() < 5, lambda z: z + jnp.abs(y) + 1, x)
+    branch = lax.cond(x[0, 0] > 0, lambda: jnp.sort(x), lambda: y)
+    return x.reshape(-1)[place], loop, branch, x.at[place % 3].set(0.0), jnp.cumsum(y)
+
+
+def of_keys(key, x):
+    return jax.random.normal(key, x.shape) + x
+
+
+CASES = [moved, multiplied, elementwise, repeated, without_rules]
+
+
+@pytest.mark.parametrize("function", CASES)
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
+def test_it_computes_what_vmap_does(function, axes):
+    shapes = [(SIZE, 3, 4) if axis == 0 else (3, 4) for axis in axes]
+    arguments = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    expected = jax.vmap(function, axes)(*arguments)
+    found = jax.jit(jax.vmap(batched_last(function), axes))(*arguments)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_are_of_a_batch():
+    arguments = jax.random.split(jax.random.key(0), SIZE), jnp.ones((SIZE, 3))
+    found = jax.vmap(batched_last(of_keys))(*arguments)
+    chex.assert_trees_all_equal(found, jax.vmap(of_keys)(*arguments))
+
+
+def test_batches_of_batches():
+    x, y = (jax.random.normal(jax.random.key(i), (2, SIZE, 3, 4)) for i in range(2))
+    found = jax.vmap(jax.vmap(batched_last(multiplied), (0, None)))(x, y[:, 0])
+    expected = jax.vmap(jax.vmap(multiplied, (0, None)))(x, y[:, 0])
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_batch_it_is_the_function():
+    x, y = (jax.random.normal(jax.random.key(i), (3, 4)) for i in range(2))
+    chex.assert_trees_all_equal(batched_last(moved)(x, y), moved(x, y))
+
+
+@pytest.mark.on_cpus
+@pytest.mark.parametrize(("name", "backend"), [("hopper", "spring"), ("ant", "positional")])
+def test_physics_stays_in_the_last_axis(name, backend):
+    """Each number of it, so that none is computed by another rule; and it is the same physics."""
+    env = envs.make(f"brax/{name}", {"backend": backend})
+    assert env.in_lanes
+    keys = jax.random.split(jax.random.key(0), SIZE * 17)
+    state, _ = jax.jit(jax.vmap(env.reset))(keys)
+    action = jnp.full((len(keys), *env.action_space.shape), 0.3)
+    step = jax.vmap(env.step)
+    with quietly():
+        traced = jax.jit(step).trace(keys, state, action).jaxpr
+    inner = max(
+        (e for e, _ in each_equation(traced) if e.primitive.name == "scan"),
+        key=lambda e: len(e.params["jaxpr"].jaxpr.eqns),
+    )
+    shapes = [x.aval.shape for e, _ in each_equation(inner.params["jaxpr"]) for x in e.outvars]
+    assert sum(shape[-1:] == (len(keys),) for shape in shapes) > 1000
+    assert not any(len(keys) in shape[:-1] for shape in shapes)
+    found, one = jax.tree.map(
+        lambda x: x[0], (jax.jit(step)(keys, state, action), (keys, state, action))
+    )
+    chex.assert_trees_all_close(found, env.step(*one), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["generalized", "mjx"])
+def test_physics_that_solves_equations_is_computed_as_ever(backend):
+    assert not envs.make("brax/inverted_pendulum", {"backend": backend}).in_lanes
