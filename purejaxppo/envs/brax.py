@@ -50,10 +50,9 @@ class BraxEnvironment:
         self._env, self._action_repeat, self._reads_obs = env, action_repeat, reads_obs
         # Physics takes a second to trace, and is part of several programs; inlined it is as if it had
         # been traced for each.
-        self._reset, self._step = (jax.jit(f, inline=True) for f in (env.reset, env.step))
+        physics = [jax.jit(f, inline=True) for f in (env.reset, env.step)]
         self.in_lanes = jax.default_backend() == "cpu" and getattr(env, "backend", "") in _IN_LANES
-        if self.in_lanes:
-            self._step = batched_last(self._step)
+        self._reset, self._step = map(batched_last, physics) if self.in_lanes else physics
         # Its own `observation_size` runs a reset, which takes many seconds.
         with quietly():
             self._obs = jax.eval_shape(self._reset, jax.random.key(0)).obs
