@@ -100,19 +100,17 @@ def _cpu_options(setup: Setup, quick: bool) -> dict[str, Any]:
 
     Level 1 of its effort compiles up to a third faster than its default, 3. Most environments train as
     fast, Pong of Gymnax's misc and MemoryChain, which has a GRU, 1.2 and 1.6 times as fast, but Seaquest at
-    0.67 of the speed. Physics in lanes needs level 3, and its many small sums not to be YNNPACK's. Vectors are as
-    wide as the core has them: XLA's own 256 bits take 6 to 9% longer where there are 512. Quick is level 0
-    with the older emitters of kernels: a fifth to a third of the time to compile, programs that take two to
-    fifteen times as long. A program with EnvPool has all cores for its one device, and YNNPACK takes only one
-    for each of Winograd's small products: it is left the reductions alone.
+    0.67 of the speed. Physics in lanes needs level 3, which makes a loop of its own of each part of a
+    concatenation. Vectors are as wide as the core has them: XLA's own 256 bits take 6 to 9% longer where there
+    are 512. Quick is level 0 with the older emitters of kernels: a fifth to a third of the time to compile,
+    programs that take two to fifteen times as long. A program with EnvPool has all cores for its one device,
+    and YNNPACK takes only one for each of Winograd's small products: it is left the reductions alone.
     """
     options: dict[str, Any] = {
         "xla_backend_optimization_level": 0 if quick else 3 if setup.env.in_lanes else 1,
         "xla_cpu_prefer_vector_width": 512,
     }
-    if setup.env.in_lanes:
-        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-    elif setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
+    if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
     if quick and jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
         options["xla_cpu_use_fusion_emitters"] = False
