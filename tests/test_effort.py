@@ -13,12 +13,14 @@ from purejaxppo.activations import tanh
 from purejaxppo.config import Config, Hyper, RunOptions, read_settings
 from purejaxppo.display import Display
 from purejaxppo.effort import compiler_options, each_equation, quick_below
+from purejaxppo.envs import load_settings
 from purejaxppo.fused import fused_layers
 from purejaxppo.loop import Training
 from purejaxppo.machine import Memory
 from purejaxppo.products import multiply
 from purejaxppo.program import Program
 from purejaxppo.sweep import Setting, make_runs, make_settings_of
+from purejaxppo.train import make_setup
 
 MEMORY = Memory(2**30, per_device=False)
 
@@ -160,6 +162,16 @@ def test_gpus_are_quick_where_little_is_computed(monkeypatch, asked, steps, effo
     setup = program.trainer.setup
     assert compiler_options(setup) == {}
     assert list(compiler_options(setup, quick=True)) == ["xla_gpu_autotune_level"]
+
+
+@pytest.mark.on_cpus
+@pytest.mark.parametrize(
+    ("env", "level"), [("CartPole-v1", 1), ("brax/inverted_pendulum", 3), ("brax/swimmer", 1)]
+)
+def test_physics_in_lanes_is_compiled_with_all_effort(env, level):
+    setup = make_setup(load_settings(env).config)
+    assert compiler_options(setup)["xla_backend_optimization_level"] == level
+    assert compiler_options(setup, quick=True)["xla_backend_optimization_level"] == 0
 
 
 def test_xla_takes_the_option_of_gpus(monkeypatch):

@@ -36,8 +36,8 @@ def batched_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The same function, which `jax.vmap` computes with the batch in the last axis.
 
     That is faster where all is elementwise or moves numbers to places known in advance, as in Brax's spring
-    and positional physics. What there is no rule for here is computed by that of `jax.vmap`. There is no
-    gradient.
+    and positional physics. What there is no rule for here is computed by that of `jax.vmap`. It can be
+    differentiated outside of `jax.vmap`, not within.
     """
     batched_function = custom_vmap(function)
 
