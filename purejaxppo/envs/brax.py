@@ -22,7 +22,7 @@ from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
 
 BACKENDS = ("spring", "positional", "generalized", "mjx")
-_IN_LANES = ("spring", "positional")  # what is elementwise; the others solve equations
+_IN_LANES = ("spring", "positional")  # elementwise physics; the others solve equations
 _SUPPORTED = {"brax/swimmer": ("generalized",)}  # where not all
 
 
