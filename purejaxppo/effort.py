@@ -110,10 +110,10 @@ def _cpu_options(setup: Setup, quick: bool) -> dict[str, Any]:
         "xla_backend_optimization_level": 0 if quick else 3 if setup.env.in_lanes else 1,
         "xla_cpu_prefer_vector_width": 512,
     }
-    if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
-        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
     if quick and jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
         options["xla_cpu_use_fusion_emitters"] = False
         # Code in several parts rounds differently in programs for one device and for several.
         options["xla_cpu_parallel_codegen_split_count"] = 1
+    if setup.env.external and setup.agent.network.cnn_layers and machine.num_cores() > 1:
+        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
     return options

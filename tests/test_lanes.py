@@ -31,12 +31,20 @@ def multiplied(x, y):
     return shared, jnp.tensordot(x, y, 2), x @ jnp.arange(12.0).reshape(4, 3), x @ y.T @ x
 
 
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, grad: (2 * grad,))
+
+
 def elementwise(x, y):
     angle = jnp.arctan2(x, y) + jnp.clip(x, -0.5, y.sum())
     return (
         jnp.where(x.max() > 1, angle, x**2),
         jnp.isfinite(x).all(),
-        jax.nn.relu(y).astype(jnp.int32),
+        jax.nn.relu(doubled(y)).astype(jnp.int32),
     )
 
 

@@ -36,6 +36,9 @@ class BraxEnvironment:
         action_repeat: steps of `env` that an action is held for, fewer where the episode ends. The
             limit falls on a whole action, as in Brax.
         reads_obs: keep the observation too, for a `step` that makes the next one of it.
+
+    Attributes:
+        in_lanes: whether many are computed as `lanes.batched_last` does.
     """
 
     may_truncate = False
