@@ -33,17 +33,20 @@ ENVIRONMENTS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 STEPS = (500_000, 1_000_000, 2_000_000, 4_000_000)
 DEVICES = (1, 2, 4, 8)
 RUNS_A_DEVICE = 8
+ENVIRONMENTS_A_DEVICE = 256
 SHORT, LONG = 500_000, 50_000_000
 
 
-def train(work: Work, iterations: int, devices: int | None = None) -> dict[str, float]:
+def train(
+    work: Work, iterations: int, devices: int | None = None, shard: str = "runs"
+) -> dict[str, float]:
     """Seconds of training without compilation, steps, and peak bytes of memory of one command."""
     environment = dict(os.environ)
     if devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name) / "run"
-        options = ["--metrics-rows", "10", "--compile-effort", "full"]
+        options = ["--metrics-rows", "10", "--compile-effort", "full", "--shard", shard]
         command = [*our_command(work, iterations, run_dir), *options]
         peak, _ = watched(command, environment)
         speed = json.loads((run_dir / "summary.json").read_text())["steps_per_second"]
@@ -85,6 +88,12 @@ def over_devices() -> dict[int, dict[str, float]]:
     return {d: train(work, 1000, d) for d, work in works.items()}
 
 
+def over_shards() -> dict[int, dict[str, float]]:
+    """Weak scaling of one run, with as many of its environments on every virtual device."""
+    works = {d: Work("CartPole-v1", ENVIRONMENTS_A_DEVICE * d, {}) for d in DEVICES}
+    return {d: train(work, 200, d, "environments") for d, work in works.items()}
+
+
 def memory_over_steps() -> dict[int, dict[str, float]]:
     """One run, a hundred times longer."""
     work = Work("CartPole-v1", 64, {})
@@ -121,6 +130,11 @@ PARTS: dict[str, tuple[Callable[[], dict[Any, Any]], str]] = {
     "environments": (over_environments, "As one run has more environments"),
     "steps": (over_steps, "As one run of 64 environments trains longer, in steps"),
     "devices": (over_devices, f"{RUNS_A_DEVICE} runs on each of more virtual devices"),
+    "shards": (
+        over_shards,
+        f"{ENVIRONMENTS_A_DEVICE} environments of one run on each of more virtual devices, which wait for "
+        "each other at every minibatch",
+    ),
     "memory": (memory_over_steps, "Memory of one run that trains longer, in steps"),
     "thousand": (memory_of_a_thousand, ""),
 }
@@ -204,7 +218,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import EngFormatter
 
-    drawn = [part for part in ("runs", "environments", "steps", "devices") if part in results]
+    drawn = [part for part in results if part not in ("memory", "thousand")]
     figure, axes = plt.subplots(1, len(drawn), figsize=(3.2 * len(drawn), 2.8), squeeze=False)
     for axis, part in zip(axes[0], drawn, strict=True):
         points = medians(results[part]["found"])

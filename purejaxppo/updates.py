@@ -43,7 +43,7 @@ class Learner(struct.PyTreeNode):
 class UpdateMetrics(struct.PyTreeNode):
     """One minibatch's update in numbers."""
 
-    losses: LossMetrics
+    losses: LossMetrics  # of this device's part
     grad_norm: Array  # [] before clipping
     learning_rate: Scalar  # [] the policy's
     applied: Array  # [] bool, False: skipped because of target_kl
@@ -142,14 +142,14 @@ def _update_minibatch(
 ) -> tuple[Learner, UpdateMetrics]:
     """One step of the optimiser, on the samples that are picked, with these advantages and weights."""
     gradients = functools.partial(_gradients, setup, state, samples, learner.params, hyper)
-    gradient = mean_over_parts(gradients, picked, num_microbatches(setup))
-    grads, losses = mean_over_devices(gradient)
-    opt_state = adapt_learning_rate(hyper, learner.opt_state, losses.approx_kl)
+    grads, losses = mean_over_parts(gradients, picked, num_microbatches(setup))
+    grads, approx_kl = mean_over_devices((grads, losses.approx_kl))
+    opt_state = adapt_learning_rate(hyper, learner.opt_state, approx_kl)
     adapted = adapted_rates(hyper, opt_state)
     params, opt_state, norm = apply_gradients(adapted, learner.params, opt_state, grads)
     stepped = Learner(params, opt_state, learner.stopped)
     if hyper.target_kl is not None:
-        stopped = learner.stopped | (losses.approx_kl > hyper.target_kl)
+        stopped = learner.stopped | (approx_kl > hyper.target_kl)
         stepped = jax.tree.map(lambda old, new: jnp.where(stopped, old, new), learner, stepped)
         stepped = stepped.replace(stopped=stopped)
     return stepped, UpdateMetrics(

@@ -41,16 +41,25 @@ CONFIG = Config(
 HYPER = Hyper(learning_rate=0.01)
 
 
-def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1, evaluated=True):
-    """What two iterations learned, their metrics, and an evaluation of 8 episodes if asked for."""
+def make_trainer(shards, config=CONFIG, num_runs=1, block=1):
     env = Poisoned(poison="obs")  # so devices have different numbers of valid steps
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
     plan = Plan(num_runs=num_runs, num_devices=1, block=block, shards=shards)
-    eval_env = Vectorized(env, 8 // shards)
-    trainer = Trainer(make_setup(share, env), plan, eval_env)
+    return Trainer(make_setup(share, env), plan, Vectorized(env, 8 // shards))
+
+
+def begin(trainer, config=CONFIG, hyper=HYPER):
+    """What a chunk of two iterations is called with."""
+    num_runs = trainer.plan.num_runs
     hypers = trainer.shard(stack_hypers([hyper] * num_runs))
     states = trainer.init(trainer.shard(np.arange(num_runs, dtype=np.uint32)), hypers, ())
-    shared = np.int32(2), np.float32(config.iterations)
+    return states, hypers, (np.int32(2), np.float32(config.iterations))
+
+
+def train(shards, config=CONFIG, hyper=HYPER, num_runs=1, block=1, evaluated=True):
+    """What two iterations learned, their metrics, and an evaluation of 8 episodes if asked for."""
+    trainer = make_trainer(shards, config, num_runs, block)
+    states, hypers, shared = begin(trainer, config, hyper)
     states, metrics = trainer.chunk(states, hypers, shared)
     episodes = trainer.evaluate(states, hypers, ()) if evaluated else None
     learned = trainer.fetch((states.params, states.obs_stats, states.return_stats.moments))
@@ -108,6 +117,20 @@ def test_dividing_environments_changes_rounding_only(alone, divided):
             rtol=1e-3,
             atol=1e-6,
         )
+
+
+@pytest.mark.on_cpus
+def test_an_update_sends_its_gradient_alone():
+    """Between the devices of a CPU each array takes 50 us, however small it is."""
+    config = dataclasses.replace(CONFIG, num_minibatches=4)
+    trainer = make_trainer(2, config)
+    states, *others = begin(trainer, config)
+    size = sum(x[0, 0].size for x in jax.tree.leaves(states.params))
+    text = trainer.chunk.lower(states, *others).compile().as_text()
+    sent = re.findall(r"= (.+) all-reduce\(.*op_name=\"(.+?)\"", text)
+    loops = {shape: name.count("while/body") for shape, name in sent}
+    assert [shape for shape in loops if loops[shape] == 3] == [f"f32[{size}]{{0}}"]
+    assert max(loops.values()) == 3  # of iterations, epochs and minibatches
 
 
 @pytest.mark.on_cpus
