@@ -168,14 +168,13 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     config = dataclasses.replace(config, dense=work.dense)
     if work.num_envs:
         config = dataclasses.replace(config, num_envs=work.num_envs)
-    env = envs.make(config.env, config.env_options)
+    on_platform = mock.patch.object(jax, "default_backend", return_value=_BACKENDS[platform])
+    with on_platform:
+        env = envs.make(config.env, config.env_options)
     shards = work.devices if work.shard_environments else 1
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)
     hypers: Any = stack_hypers([settings.hyper] * work.runs)
-    with (
-        mock.patch.object(jax, "devices", return_value=there[: work.devices]),
-        mock.patch.object(jax, "default_backend", return_value=_BACKENDS[platform]),
-    ):
+    with on_platform, mock.patch.object(jax, "devices", return_value=there[: work.devices]):
         setup = make_setup(share, env)
         plan = make_plan(setup, work.runs, shard_environments=work.shard_environments)
         evaluation = envs.vectorize(config, env, settings.run.eval_episodes // shards)
