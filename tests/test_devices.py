@@ -128,9 +128,11 @@ def test_an_update_sends_its_gradient_alone():
     size = sum(x[0, 0].size for x in jax.tree.leaves(states.params))
     text = trainer.chunk.lower(states, *others).compile().as_text()
     sent = re.findall(r"= (.+) all-reduce\(.*op_name=\"(.+?)\"", text)
-    loops = {shape: name.count("while/body") for shape, name in sent}
-    assert [shape for shape in loops if loops[shape] == 3] == [f"f32[{size}]{{0}}"]
-    assert max(loops.values()) == 3  # of iterations, epochs and minibatches
+    loops = [name.count("while/body") for _, name in sent]
+    assert max(loops) == 3  # of iterations, epochs and minibatches
+    assert [shape for (shape, _), n in zip(sent, loops, strict=True) if n == 3] == [
+        f"f32[{size}]{{0}}"
+    ]
 
 
 @pytest.mark.on_cpus
