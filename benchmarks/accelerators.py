@@ -169,7 +169,7 @@ def compiled(work: Work, platform: str, there: list[Any]) -> dict[str, Any]:
     if work.num_envs:
         config = dataclasses.replace(config, num_envs=work.num_envs)
     on_platform = mock.patch.object(jax, "default_backend", return_value=_BACKENDS[platform])
-    with on_platform:
+    with on_platform:  # but on a device that is there: some compute what they need
         env = envs.make(config.env, config.env_options)
     shards = work.devices if work.shard_environments else 1
     share = dataclasses.replace(config, num_envs=config.num_envs // shards)

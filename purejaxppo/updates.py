@@ -143,6 +143,7 @@ def _update_minibatch(
     """One step of the optimiser, on the samples that are picked, with these advantages and weights."""
     gradients = functools.partial(_gradients, setup, state, samples, learner.params, hyper)
     grads, losses = mean_over_parts(gradients, picked, num_microbatches(setup))
+    # The KL divergence only where it is read: XLA sends arrays between CPU devices one by one.
     grads, approx_kl = mean_over_devices((grads, losses.approx_kl))
     opt_state = adapt_learning_rate(hyper, learner.opt_state, approx_kl)
     adapted = adapted_rates(hyper, opt_state)
