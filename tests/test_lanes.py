@@ -118,6 +118,19 @@ def test_sums_are_left_to_no_library(monkeypatch):
 
 
 @pytest.mark.on_cpus
+def test_what_a_product_reads_again_is_computed_once():
+    def turned(matrix, x, y):
+        return matrix @ jnp.cross(x, y)
+
+    arguments = jnp.ones((SIZE, 3, 3)), jnp.ones((SIZE, 3)), jnp.ones((SIZE, 3))
+    compiled = jax.jit(jax.vmap(batched_last(turned))).lower(*arguments).compile().as_text()
+    kernels = [x for x in compiled.split("\n\n") if x.startswith("%fused_computation")]
+    sums = [x for x in kernels if " reduce(" in x]
+    assert len(sums) == 1
+    assert "subtract(" not in sums[0]  # the components of the cross product
+
+
+@pytest.mark.on_cpus
 @pytest.mark.parametrize(("name", "backend"), [("hopper", "spring"), ("ant", "positional")])
 def test_physics_stays_in_the_last_axis(name, backend):
     """Each number of it, so that none is computed by another rule; and it is the same physics."""

@@ -177,8 +177,19 @@ def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
         x = lax.transpose(x, (*shared[side], *own, *summed[side], x.ndim - 1))
         return x.reshape(*batch, *((1, width) if side else (width, 1)), terms, size)
 
-    product = in_order(left, 0) * in_order(right, 1)
+    left, right = in_order(left, 0), in_order(right, 1)
+    product = _once(left, right.shape[-3]) * _once(right, left.shape[-4])
     return _sum(product, [product.ndim - 2]).reshape(*equation.outvars[0].aval.shape, size)
+
+
+def _once(x: Array, reads: int) -> Array:
+    """The same, computed once for all that read it, where XLA would compute it anew for each.
+
+    It fuses no division into what reads the quotients several times. This one is by 1, or by x where that
+    is not a number, which it does not see.
+    """
+    one = np.ones((), x.dtype)
+    return x if reads == 1 else lax.div(x, lax.clamp(one, x, one))
 
 
 def _reduce_sum(equation: Any, size: int, x: Array) -> Array:
