@@ -1,5 +1,7 @@
 """That a batch in the last axis computes what `jax.vmap` does, and that Brax's physics stays in that axis."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -109,7 +111,7 @@ def test_sums_are_left_to_no_library(monkeypatch):
 
     def compiled():
         function = jax.vmap(batched_last(lambda x: ((x * x).sum(1), x @ x.T)))
-        shape = jax.ShapeDtypeStruct((64, 10, 3), jnp.float32)
+        shape = jax.ShapeDtypeStruct((64, 10, 6), jnp.float32)
         return jax.jit(function).lower(shape).compile().as_text()
 
     assert "ynn" not in compiled()
@@ -117,17 +119,40 @@ def test_sums_are_left_to_no_library(monkeypatch):
     assert "ynn" in compiled()
 
 
-@pytest.mark.on_cpus
-def test_what_a_product_reads_again_is_computed_once():
-    def turned(matrix, x, y):
-        return matrix @ jnp.cross(x, y)
+def turned(matrix, x, y):
+    return matrix @ (x - y)
 
+
+def crossed(matrix, x, y):
+    del matrix
+    return jnp.cross(x + y, x)
+
+
+def rotating(matrix, x, y):
+    del matrix
+    sine = jnp.sin(x.sum())
+    return jnp.array([sine * y[0], sine * y[1], sine * y[2]])
+
+
+@pytest.mark.on_cpus
+@pytest.mark.parametrize(
+    ("function", "inner", "outer"),
+    [(turned, "subtract", "add"), (crossed, "add", "subtract"), (rotating, "sine", "concatenate")],
+)
+def test_what_a_kernel_reads_from_several_places_is_computed_before(
+    monkeypatch, function, inner, outer
+):
     arguments = jnp.ones((SIZE, 3, 3)), jnp.ones((SIZE, 3)), jnp.ones((SIZE, 3))
-    compiled = jax.jit(jax.vmap(batched_last(turned))).lower(*arguments).compile().as_text()
-    kernels = [x for x in compiled.split("\n\n") if x.startswith("%fused_computation")]
-    sums = [x for x in kernels if " reduce(" in x]
-    assert len(sums) == 1
-    assert "subtract(" not in sums[0]  # the components of the cross product
+
+    def in_one_kernel():
+        compiled = jax.jit(jax.vmap(batched_last(function))).lower(*arguments).compile().as_text()
+        kernels = re.findall(r"%fused_computation.*?\n}", compiled, re.DOTALL)
+        assert any(f" {outer}(" in x for x in kernels)
+        return any(f" {outer}(" in x and f" {inner}(" in x for x in kernels)
+
+    assert not in_one_kernel()
+    monkeypatch.setattr(lanes, "_once", lambda x: x)
+    assert in_one_kernel()
 
 
 @pytest.mark.on_cpus

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -144,15 +145,20 @@ def _reshape(equation: Any, size: int, x: Array) -> Array:
     return x.reshape(*equation.params["new_sizes"], size)
 
 
+def _function(equation: Any, size: int, *operands: Array) -> Array:
+    return _once(_elementwise(equation, size, *operands))
+
+
 def _slice(equation: Any, size: int, x: Array) -> Array:
     params = equation.params
     strides = params["strides"] and (*params["strides"], 1)
-    return lax.slice(x, (*params["start_indices"], 0), (*params["limit_indices"], size), strides)
+    limits = (*params["limit_indices"], size)
+    return lax.slice(_once(x), (*params["start_indices"], 0), limits, strides)
 
 
 def _transpose(equation: Any, size: int, x: Array) -> Array:
     del size
-    return lax.transpose(x, (*equation.params["permutation"], x.ndim - 1))
+    return lax.transpose(_once(x), (*equation.params["permutation"], x.ndim - 1))
 
 
 def _tile(equation: Any, size: int, x: Array) -> Array:
@@ -166,7 +172,10 @@ def _pad(equation: Any, size: int, x: Array, value: Array) -> Array:
 
 
 def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
-    """As sums of products: for a library the matrices of one environment are too little work."""
+    """As sums of products: for a library the matrices of one environment are too little work.
+
+    Few terms are written out, or the loop over them would be the innermost.
+    """
     summed, shared = equation.params["dimension_numbers"]
 
     def in_order(x: Array, side: int) -> Array:
@@ -178,18 +187,27 @@ def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
         return x.reshape(*batch, *((1, width) if side else (width, 1)), terms, size)
 
     left, right = in_order(left, 0), in_order(right, 1)
-    product = _once(left, right.shape[-3]) * _once(right, left.shape[-4])
-    return _sum(product, [product.ndim - 2]).reshape(*equation.outvars[0].aval.shape, size)
+    rows, columns, terms = left.shape[-4], right.shape[-3], left.shape[-2]
+    left = left if columns == 1 else _once(left)
+    right = right if rows == 1 else _once(right)
+    if 0 < terms <= _FEW:
+        each = [[lax.index_in_dim(x, i, -2, False) for i in range(terms)] for x in (left, right)]
+        total = functools.reduce(operator.add, map(operator.mul, *each))
+    else:
+        total = _sum(left * right, [left.ndim - 2])
+    return total.reshape(*equation.outvars[0].aval.shape, size)
 
 
-def _once(x: Array, reads: int) -> Array:
-    """The same, computed once for all that read it, where XLA would compute it anew for each.
+def _once(x: Array) -> Array:
+    """The same, computed once for a kernel that reads it from several places.
 
-    It fuses no division into what reads the quotients several times. This one is by 1, or by x where that
-    is not a number, which it does not see.
+    Else XLA may compute it within that kernel, anew for each place. It does not do so with a division. This one
+    is by 1, or by x where that is not a number, which XLA does not see.
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
     one = np.ones((), x.dtype)
-    return x if reads == 1 else lax.div(x, lax.clamp(one, x, one))
+    return lax.div(x, lax.stop_gradient(lax.clamp(one, x, one)))
 
 
 def _reduce_sum(equation: Any, size: int, x: Array) -> Array:
@@ -220,6 +238,9 @@ def _scatter(equation: Any, size: int, x: Array, places: Array, updates: Array) 
     return equation.primitive.bind(x, places, updates, **params)
 
 
+# Numbers of a quaternion.
+_FEW = 4
+
 # What only calls a program, and the parameter that this is.
 _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
@@ -227,14 +248,16 @@ _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "c
 _WITH_PLACES = ("gather", "scatter", "scatter-add", "pad")
 
 _ELEMENTWISE = """
-abs acos add and asin atan atan2 ceil clamp convert_element_type copy cos cosh div eq exp expm1 floor ge gt
-integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin
-sinh sqrt square sub tan tanh xor
+abs add and ceil clamp convert_element_type copy div eq floor ge gt integer_pow is_finite le lt max min mul ne neg
+not or rem round rsqrt select_n sign sqrt square sub xor
 """
+# Which take far longer than arithmetic.
+_FUNCTIONS = "acos asin atan atan2 cos cosh exp expm1 log log1p logistic pow sin sinh tan tanh"
 _AS_IT_IS = "concatenate reduce_and reduce_max reduce_min reduce_or squeeze"
 
 _RULES = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_FUNCTIONS.split(), _function),
     **dict.fromkeys(_AS_IT_IS.split(), _as_it_is),
     "broadcast_in_dim": _broadcast_in_dim,
     "dot_general": _dot_general,
