@@ -120,12 +120,12 @@ def test_sums_are_left_to_no_library(monkeypatch):
 
 
 def turned(matrix, x, y):
-    return matrix @ (x - y)
+    return matrix @ ((x - y) * x - (x - y * y) * y)
 
 
 def crossed(matrix, x, y):
     del matrix
-    return jnp.cross(x + y, x)
+    return jnp.cross((x + y) * x + (x + y * y) * y, x)
 
 
 def rotating(matrix, x, y):
@@ -151,8 +151,25 @@ def test_what_a_kernel_reads_from_several_places_is_computed_before(
         return any(f" {outer}(" in x and f" {inner}(" in x for x in kernels)
 
     assert not in_one_kernel()
-    monkeypatch.setattr(lanes, "_once", lambda x: x)
+    monkeypatch.setattr(lanes, "_stored", lambda x: x)
     assert in_one_kernel()
+
+
+@pytest.mark.on_cpus
+@pytest.mark.parametrize(
+    ("function", "stored"),
+    [
+        (lambda x, y: jnp.cross(x + y, y), 0),  # which takes as long to read as to compute
+        (lambda x, y: jnp.cross((x + y) * (x * y) + x * y, y), 1),  # slices of the same
+        (lambda x, y: (x * y).sum() * y[::-1], 0),  # not read again
+        (lambda x, y: ((x * y).sum() * y)[1:], 1),
+        (lambda x, y: jnp.cross(jnp.sin(x), jnp.sin(y)), 2),
+    ],
+)
+def test_what_is_read_again_is_stored_once_where_it_takes_long_to_compute(function, stored):
+    x = jnp.ones((SIZE, 3))
+    traced = jax.jit(jax.vmap(batched_last(function))).trace(x, x).jaxpr
+    assert sum(e.primitive.name == "div" for e, _ in each_equation(traced)) == stored
 
 
 @pytest.mark.on_cpus

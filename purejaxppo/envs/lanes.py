@@ -25,6 +25,7 @@ from purejaxppo.types import PyTree
 class _Value(NamedTuple):
     array: Any
     batched: bool  # in its last axis
+    work: int = 0  # operations for each number since those that are in memory, up to `_MUCH`
 
     def full(self, size: int) -> Array:
         """[..., size]."""
@@ -45,12 +46,11 @@ def batched_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @batched_function.def_vmap
     def _(size: int, batched: Any, *arguments: PyTree) -> tuple[PyTree, PyTree]:
         leaves, tree = jax.tree.flatten(arguments)
-        values = [
-            _Value(jnp.moveaxis(x, 0, -1) if of_batch else x, of_batch)
-            for x, of_batch in zip(leaves, jax.tree.leaves(batched), strict=True)
-        ]
-        shapes = [x.shape[:-1] if of_batch else x.shape for x, of_batch in values]
+        of_batch = jax.tree.leaves(batched)
+        shapes = [x.shape[1:] if b else x.shape for x, b in zip(leaves, of_batch, strict=True)]
         one = map(jax.ShapeDtypeStruct, shapes, (x.dtype for x in leaves))
+        arrays = [jnp.moveaxis(x, 0, -1) if b else x for x, b in zip(leaves, of_batch, strict=True)]
+        values = list(map(_Value, arrays, of_batch))
         program, out = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, one))
         results = [jnp.moveaxis(x.full(size), -1, 0) for x in _evaluate(program, values, size)]
         all_batched = jax.tree.map(lambda _: True, out)
@@ -74,6 +74,9 @@ def _evaluate(program: core.ClosedJaxpr, inputs: Sequence[_Value], size: int) ->
         return values[x]
 
     for equation in jaxpr.eqns:
+        if equation.primitive.name in _READ_AGAIN:
+            names = [x for x in equation.invars if not isinstance(x, core.Literal)]
+            values.update((x, _once(values[x])) for x in names)
         outputs = _compute(equation, [read(x) for x in equation.invars], size)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(x) for x in jaxpr.outvars]
@@ -96,7 +99,16 @@ def _compute(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
         one = functools.partial(equation.primitive.bind, **params)
         results = jax.vmap(one, [-1 if of_batch else None for of_batch in batched], -1)(*arrays)
     results = results if equation.primitive.multiple_results else [results]
-    return [_Value(x, any(batched)) for x in results]
+    work = _work(name, [x.work for x in operands if x.batched])
+    return [_Value(x, any(batched), work) for x in results]
+
+
+def _work(name: str, of_operands: list[int]) -> int:
+    if name in _FUNCTIONS or not of_operands:
+        return 0
+    if name in _SUMS:
+        return _MUCH
+    return min(_MUCH, 1 + sum(of_operands) if name in _ELEMENTWISE else max(of_operands))
 
 
 def _scan(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
@@ -108,7 +120,8 @@ def _scan(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
 
     num_carry = same(equation.outvars, step.jaxpr.outvars)
     rows = same(equation.invars, step.jaxpr.invars)  # after constants and what is carried
-    consts, inputs = operands[: rows - num_carry], operands[rows:]
+    consts = [_Value(x.array, x.batched) for x in operands[: rows - num_carry]]
+    inputs = operands[rows:]
 
     def forwards(carry: Sequence[Array], xs: Any) -> tuple[list[Array], list[Array]]:
         now = [_Value(x, of.batched) for x, of in zip(xs, inputs, strict=True)]
@@ -136,6 +149,10 @@ def _elementwise(equation: Any, size: int, *operands: Array) -> Array:
     return _as_it_is(equation, size, *(jnp.broadcast_to(x, shape) for x in operands))
 
 
+def _function(equation: Any, size: int, *operands: Array) -> Array:
+    return _stored(_elementwise(equation, size, *operands))
+
+
 def _broadcast_in_dim(equation: Any, size: int, x: Array) -> Array:
     shape, places = equation.params["shape"], equation.params["broadcast_dimensions"]
     return lax.broadcast_in_dim(x, (*shape, size), (*places, len(shape)))
@@ -145,20 +162,16 @@ def _reshape(equation: Any, size: int, x: Array) -> Array:
     return x.reshape(*equation.params["new_sizes"], size)
 
 
-def _function(equation: Any, size: int, *operands: Array) -> Array:
-    return _once(_elementwise(equation, size, *operands))
-
-
 def _slice(equation: Any, size: int, x: Array) -> Array:
     params = equation.params
     strides = params["strides"] and (*params["strides"], 1)
     limits = (*params["limit_indices"], size)
-    return lax.slice(_once(x), (*params["start_indices"], 0), limits, strides)
+    return lax.slice(x, (*params["start_indices"], 0), limits, strides)
 
 
 def _transpose(equation: Any, size: int, x: Array) -> Array:
     del size
-    return lax.transpose(_once(x), (*equation.params["permutation"], x.ndim - 1))
+    return lax.transpose(x, (*equation.params["permutation"], x.ndim - 1))
 
 
 def _tile(equation: Any, size: int, x: Array) -> Array:
@@ -187,9 +200,7 @@ def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
         return x.reshape(*batch, *((1, width) if side else (width, 1)), terms, size)
 
     left, right = in_order(left, 0), in_order(right, 1)
-    rows, columns, terms = left.shape[-4], right.shape[-3], left.shape[-2]
-    left = left if columns == 1 else _once(left)
-    right = right if rows == 1 else _once(right)
+    terms = left.shape[-2]
     if 0 < terms <= _FEW:
         each = [[lax.index_in_dim(x, i, -2, False) for i in range(terms)] for x in (left, right)]
         total = functools.reduce(operator.add, map(operator.mul, *each))
@@ -198,11 +209,17 @@ def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
     return total.reshape(*equation.outvars[0].aval.shape, size)
 
 
-def _once(x: Array) -> Array:
-    """The same, computed once for a kernel that reads it from several places.
+def _once(x: _Value) -> _Value:
+    """The same, in memory where XLA might compute much of it anew for each place that a kernel reads."""
+    if not x.batched or x.work < _MUCH:
+        return x
+    return _Value(_stored(x.array), True)
 
-    Else XLA may compute it within that kernel, anew for each place. It does not do so with a division. This one
-    is by 1, or by x where that is not a number, which XLA does not see.
+
+def _stored(x: Array) -> Array:
+    """The same, divided by 1, or by itself where it is not a number, which XLA does not see.
+
+    What it divides it does not compute anew within each kernel that reads it from several places.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
@@ -241,24 +258,33 @@ def _scatter(equation: Any, size: int, x: Array, places: Array, updates: Array) 
 # Numbers of a quaternion.
 _FEW = 4
 
+# Operations that take longer than writing a number to memory and reading it again.
+_MUCH = 5
+
 # What only calls a program, and the parameter that this is.
 _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 # Whose second operand, of places or of a value to fill up with, must be the same for all of the batch.
 _WITH_PLACES = ("gather", "scatter", "scatter-add", "pad")
 
+# Which read a number of their operand for several of their results, or kernels do that read these.
+_READ_AGAIN = ("dot_general", "slice", "transpose")
+
 _ELEMENTWISE = """
 abs add and ceil clamp convert_element_type copy div eq floor ge gt integer_pow is_finite le lt max min mul ne neg
 not or rem round rsqrt select_n sign sqrt square sub xor
-"""
+""".split()
 # Which take far longer than arithmetic.
-_FUNCTIONS = "acos asin atan atan2 cos cosh exp expm1 log log1p logistic pow sin sinh tan tanh"
-_AS_IT_IS = "concatenate reduce_and reduce_max reduce_min reduce_or squeeze"
+_FUNCTIONS = (
+    "acos asin atan atan2 cos cosh exp expm1 log log1p logistic pow sin sinh tan tanh".split()
+)
+_SUMS = ("dot_general", "reduce_sum")
+_AS_IT_IS = ("concatenate", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "squeeze")
 
 _RULES = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
-    **dict.fromkeys(_FUNCTIONS.split(), _function),
-    **dict.fromkeys(_AS_IT_IS.split(), _as_it_is),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_FUNCTIONS, _function),
+    **dict.fromkeys(_AS_IT_IS, _as_it_is),
     "broadcast_in_dim": _broadcast_in_dim,
     "dot_general": _dot_general,
     "gather": _gather,
