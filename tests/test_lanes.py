@@ -62,6 +62,24 @@ def repeated(x, y):
     return lax.scan(step, (jnp.zeros(3), jnp.ones(2)), rows, reverse=True)
 
 
+def reduced(x, y):
+    """Over several axes, which are none of the batch's, and over one."""
+    positive, numbers = x > 0, jnp.round(y).astype(jnp.int32)
+    parts = [f(x) for f in (jnp.sum, jnp.max, jnp.min)] + [numbers.sum(), numbers.max(), x.max(1)]
+    return parts, positive.all(), positive.any(), jnp.trace(x @ x.T)
+
+
+def searching(x, y):
+    """A loop of conditions that depend on the batch."""
+
+    def step(total, row):
+        more = lax.cond(total.sum() > 0, lambda: x @ y.T @ x, lambda: jnp.ones(x.shape))
+        total = lax.while_loop(lambda z: z.sum() < 9, lambda z: z + jnp.abs(y) + 1, total - row)
+        return total / 2 + more, (more @ row).sum()
+
+    return lax.scan(step, x, y)
+
+
 def without_rules(x, y):
     """Places of each one's own, loops and branches that depend on it."""
     place = jnp.argmax(x)
@@ -74,7 +92,7 @@ def of_keys(key, x):
     return jax.random.normal(key, x.shape) + x
 
 
-CASES = [moved, multiplied, elementwise, repeated, without_rules]
+CASES = [moved, multiplied, elementwise, repeated, reduced, searching, without_rules]
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -163,6 +181,7 @@ def test_what_a_kernel_reads_from_several_places_is_computed_before(
         (lambda x, y: jnp.cross((x + y) * (x * y) + x * y, y), 1),  # slices of the same
         (lambda x, y: (x * y).sum() * y[::-1], 0),  # not read again
         (lambda x, y: ((x * y).sum() * y)[1:], 1),
+        (lambda x, y: jnp.outer(x, y).sum(), 1),  # one axis after another
         (lambda x, y: jnp.cross(jnp.sin(x), jnp.sin(y)), 2),
     ],
 )
@@ -197,6 +216,30 @@ def test_physics_stays_in_the_last_axis(name, backend):
     chex.assert_trees_all_close(found, env.step(*one), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["generalized", "mjx"])
-def test_physics_that_solves_equations_is_computed_as_ever(backend):
-    assert not envs.make("brax/inverted_pendulum", {"backend": backend}).in_lanes
+def test_generalized_physics_is_the_same_though_its_solver_is_vmapped():
+    env = envs.make("brax/inverted_pendulum", {"backend": "generalized"})
+    keys = jax.random.split(jax.random.key(0), SIZE)
+    state, _ = jax.vmap(env.reset)(keys)
+    action = jnp.linspace(-1, 1, SIZE)[:, None]
+    found = jax.jit(jax.vmap(env.step))(keys, state, action)
+    step = jax.jit(env.step)
+    for i in range(SIZE):
+        expected = step(*jax.tree.map(lambda x, i=i: x[i], (keys, state, action)))
+        one = jax.tree.map(lambda x, i=i: x[i], found)
+        chex.assert_trees_all_close(one, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_loop_of_conditions_moves_nothing_in_each_step():
+    x = jnp.ones((SIZE, 3, 4))
+    traced = jax.jit(jax.vmap(batched_last(searching))).trace(x, x).jaxpr
+    (loop,) = (e for e, _ in each_equation(traced) if e.primitive.name == "scan")
+    vmapped = jax.jit(jax.vmap(searching)).trace(x, x).jaxpr
+    (expected,) = (e for e, _ in each_equation(vmapped) if e.primitive.name == "scan")
+    assert str(loop.params["jaxpr"]) == str(expected.params["jaxpr"])
+
+
+@pytest.mark.parametrize(("backend", "in_lanes"), [("generalized", True), ("mjx", False)])
+def test_which_physics_is_in_lanes(backend, in_lanes):
+    on_a_cpu = jax.default_backend() == "cpu"
+    env = envs.make("brax/inverted_pendulum", {"backend": backend})
+    assert env.in_lanes == (in_lanes and on_a_cpu)

@@ -22,7 +22,7 @@ from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
 
 BACKENDS = ("spring", "positional", "generalized", "mjx")
-_IN_LANES = ("spring", "positional")  # elementwise physics; the others solve equations
+_IN_LANES = ("spring", "positional", "generalized")
 _SUPPORTED = {"brax/swimmer": ("generalized",)}  # where not all
 
 
@@ -125,12 +125,25 @@ def make(name: str, env_args: dict[str, Any]) -> BraxEnvironment:
     check_positive({k: env_args[k] for k in (*wrapping, "n_frames") if k in env_args})
     with quietly():
         import brax.envs
+        import brax.fluid
 
+        brax.fluid.jp = _Numpy()
         factory = brax.envs._envs[name.removeprefix("brax/")]
         known = {p for p in inspect.signature(factory).parameters if p != "kwargs"}
         known |= {"backend", "episode_length", "action_repeat", "n_frames", "debug"}
         check_arguments(name, env_args, known)
         return BraxEnvironment(factory(**arguments), **wrapping)
+
+
+class _Numpy:
+    """`jax.numpy` for the fluids of Brax's swimmer, which give `clip` an argument that JAX has dropped."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+    @staticmethod
+    def clip(x: Array, a_min: float) -> Array:
+        return jnp.maximum(x, a_min)
 
 
 @contextlib.contextmanager

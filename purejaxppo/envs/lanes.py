@@ -37,9 +37,9 @@ class _Value(NamedTuple):
 def batched_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The same function, which `jax.vmap` computes with the batch in the last axis.
 
-    That is faster where all is elementwise or moves numbers to places known in advance, as in Brax's spring
-    and positional physics. What there is no rule for here is computed by that of `jax.vmap`. It can be
-    differentiated outside of `jax.vmap`, not within.
+    That is faster where nearly all is elementwise, or products of few numbers, or moves numbers to places known
+    in advance, as in Brax's spring, positional and generalized physics. What there is no rule for here is
+    computed by that of `jax.vmap`. It can be differentiated outside of `jax.vmap`, not within.
     """
     batched_function = custom_vmap(function)
 
@@ -84,7 +84,7 @@ def _evaluate(program: core.ClosedJaxpr, inputs: Sequence[_Value], size: int) ->
 
 def _compute(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
     name, params = equation.primitive.name, equation.params
-    if name == "scan":
+    if name == "scan" and not _has_conditions(params["jaxpr"].jaxpr):
         return _scan(equation, operands, size)
     if name in _CALLS:
         return _evaluate(params[_CALLS[name]], operands, size)
@@ -96,19 +96,26 @@ def _compute(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
         full = [x.array if places and i == 1 else x.full(size) for i, x in enumerate(operands)]
         results = _RULES[name](equation, size, *full)
     else:
+        first = [jnp.moveaxis(x, -1, 0) if b else x for x, b in zip(arrays, batched, strict=True)]
         one = functools.partial(equation.primitive.bind, **params)
-        results = jax.vmap(one, [-1 if of_batch else None for of_batch in batched], -1)(*arrays)
+        results = jax.vmap(one, [0 if of_batch else None for of_batch in batched], -1)(*first)
     results = results if equation.primitive.multiple_results else [results]
     work = _work(name, [x.work for x in operands if x.batched])
     return [_Value(x, any(batched), work) for x in results]
 
 
 def _work(name: str, of_operands: list[int]) -> int:
-    if name in _FUNCTIONS or not of_operands:
+    rule = _RULES.get(name)
+    if rule is _function or not of_operands:
         return 0
-    if name in _SUMS:
+    if rule in (_dot_general, _reduce):
         return _MUCH
-    return min(_MUCH, 1 + sum(of_operands) if name in _ELEMENTWISE else max(of_operands))
+    return min(_MUCH, 1 + sum(of_operands) if rule is _elementwise else max(of_operands))
+
+
+def _has_conditions(step: core.Jaxpr) -> bool:
+    """Whether each step would move what conditions read to the first axis, for lack of rules for them."""
+    return any(equation.primitive.name in ("cond", "while") for equation in step.eqns)
 
 
 def _scan(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
@@ -205,7 +212,7 @@ def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
         each = [[lax.index_in_dim(x, i, -2, False) for i in range(terms)] for x in (left, right)]
         total = functools.reduce(operator.add, map(operator.mul, *each))
     else:
-        total = _sum(left * right, [left.ndim - 2])
+        total = _stored(_sum(left * right, left.ndim - 2))
     return total.reshape(*equation.outvars[0].aval.shape, size)
 
 
@@ -221,20 +228,27 @@ def _stored(x: Array) -> Array:
 
     What it divides it does not compute anew within each kernel that reads it from several places.
     """
+    if x.dtype == bool:
+        return _stored(x.astype(jnp.float32)) != 0
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     one = np.ones((), x.dtype)
     return lax.div(x, lax.stop_gradient(lax.clamp(one, x, one)))
 
 
-def _reduce_sum(equation: Any, size: int, x: Array) -> Array:
+def _reduce(equation: Any, size: int, x: Array) -> Array:
+    """One axis after another: for a few numbers there is no loop, and the innermost is over the batch."""
     del size
-    return _sum(x, equation.params["axes"])
+    reduce_axis = _REDUCTIONS[equation.primitive.name]
+    *axes, last = sorted(equation.params["axes"], reverse=True)
+    for axis in axes:
+        x = _stored(reduce_axis(x, axis))
+    return reduce_axis(x, last)
 
 
-def _sum(x: Array, axes: Sequence[int]) -> Array:
+def _sum(x: Array, axis: int) -> Array:
     """Not by YNNPACK, to which XLA leaves sums if it sees that they are: it takes 50 us for those of 3 terms."""
-    return lax.reduce(x, np.zeros((), x.dtype), lambda a, b: a - (-b), axes)
+    return lax.reduce(x, np.zeros((), x.dtype), lambda a, b: a - (-b), [axis])
 
 
 def _gather(equation: Any, size: int, x: Array, places: Array) -> Array:
@@ -255,7 +269,7 @@ def _scatter(equation: Any, size: int, x: Array, places: Array, updates: Array) 
     return equation.primitive.bind(x, places, updates, **params)
 
 
-# Numbers of a quaternion.
+# Terms of a product that are written out: as many as a quaternion has numbers.
 _FEW = 4
 
 # Operations that take longer than writing a number to memory and reading it again.
@@ -273,27 +287,32 @@ _READ_AGAIN = ("dot_general", "slice", "transpose")
 _ELEMENTWISE = """
 abs add and ceil clamp convert_element_type copy div eq floor ge gt integer_pow is_finite le lt max min mul ne neg
 not or rem round rsqrt select_n sign sqrt square sub xor
-""".split()
+"""
 # Which take far longer than arithmetic.
-_FUNCTIONS = (
-    "acos asin atan atan2 cos cosh exp expm1 log log1p logistic pow sin sinh tan tanh".split()
-)
-_SUMS = ("dot_general", "reduce_sum")
-_AS_IT_IS = ("concatenate", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "squeeze")
+_FUNCTIONS = "acos asin atan atan2 cos cosh exp expm1 log log1p logistic pow sin sinh tan tanh"
+
+_REDUCTIONS = {
+    "reduce_and": jnp.all,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_or": jnp.any,
+    "reduce_sum": _sum,
+}
 
 _RULES = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_FUNCTIONS, _function),
-    **dict.fromkeys(_AS_IT_IS, _as_it_is),
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_FUNCTIONS.split(), _function),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
     "broadcast_in_dim": _broadcast_in_dim,
+    "concatenate": _as_it_is,
     "dot_general": _dot_general,
     "gather": _gather,
     "pad": _pad,
-    "reduce_sum": _reduce_sum,
     "reshape": _reshape,
     "scatter": _scatter,
     "scatter-add": _scatter,
     "slice": _slice,
+    "squeeze": _as_it_is,
     "tile": _tile,
     "transpose": _transpose,
 }
