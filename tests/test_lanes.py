@@ -63,9 +63,10 @@ def repeated(x, y):
 
 
 def reduced(x, y):
-    """Over several axes, which are none of the batch's, and over one."""
+    """Over several axes, one, none, and one without numbers."""
     positive, numbers = x > 0, jnp.round(y).astype(jnp.int32)
     parts = [f(x) for f in (jnp.sum, jnp.max, jnp.min)] + [numbers.sum(), numbers.max(), x.max(1)]
+    parts += [x.sum(()), x[:, :0].max(1, initial=2.0), x[:, :0].sum()]
     return parts, positive.all(), positive.any(), jnp.trace(x @ x.T)
 
 

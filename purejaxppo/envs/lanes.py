@@ -108,7 +108,7 @@ def _work(name: str, of_operands: list[int]) -> int:
     rule = _RULES.get(name)
     if rule is _function or not of_operands:
         return 0
-    if rule in (_dot_general, _reduce):
+    if rule in (_dot_general, _reduce, _reduce_sum):
         return _MUCH
     return min(_MUCH, 1 + sum(of_operands) if rule is _elementwise else max(of_operands))
 
@@ -237,13 +237,27 @@ def _stored(x: Array) -> Array:
 
 
 def _reduce(equation: Any, size: int, x: Array) -> Array:
-    """One axis after another: for a few numbers there is no loop, and the innermost is over the batch."""
     del size
-    reduce_axis = _REDUCTIONS[equation.primitive.name]
-    *axes, last = sorted(equation.params["axes"], reverse=True)
-    for axis in axes:
-        x = _stored(reduce_axis(x, axis))
-    return reduce_axis(x, last)
+
+    def reduce_axis(x: Array, axis: int) -> Array:
+        return equation.primitive.bind(x, **equation.params | {"axes": (axis,)})
+
+    return _one_after_another(reduce_axis, x, equation.params["axes"])
+
+
+def _reduce_sum(equation: Any, size: int, x: Array) -> Array:
+    del size
+    return _one_after_another(_sum, x, equation.params["axes"])
+
+
+def _one_after_another(
+    reduce_axis: Callable[[Array, int], Array], x: Array, axes: Sequence[int]
+) -> Array:
+    """For the few numbers of one axis there is no loop, so that the innermost is over the batch."""
+    for axis in sorted(axes, reverse=True):
+        x = reduce_axis(x, axis)
+        x = x if axis == min(axes) else _stored(x)
+    return x
 
 
 def _sum(x: Array, axis: int) -> Array:
@@ -291,23 +305,18 @@ not or rem round rsqrt select_n sign sqrt square sub xor
 # Which take far longer than arithmetic.
 _FUNCTIONS = "acos asin atan atan2 cos cosh exp expm1 log log1p logistic pow sin sinh tan tanh"
 
-_REDUCTIONS = {
-    "reduce_and": jnp.all,
-    "reduce_max": jnp.max,
-    "reduce_min": jnp.min,
-    "reduce_or": jnp.any,
-    "reduce_sum": _sum,
-}
+_REDUCTIONS = "reduce_and reduce_max reduce_min reduce_or"
 
 _RULES = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(_FUNCTIONS.split(), _function),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduce),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _as_it_is,
     "dot_general": _dot_general,
     "gather": _gather,
     "pad": _pad,
+    "reduce_sum": _reduce_sum,
     "reshape": _reshape,
     "scatter": _scatter,
     "scatter-add": _scatter,
