@@ -24,7 +24,8 @@ def moved(x, y):
     filled = lax.pad(turned, 0.5, ((1, 0, 0), (0, 2, 1)))
     placed = filled.at[jnp.array([1, 3])].add(part[:1, :1]).at[0, 2].set(x[0, 0])
     taken = jnp.take(placed, jnp.array([2, 0, 2]), axis=0)
-    return jnp.tile(taken.reshape(-1), 2), placed[:, None].squeeze(1)
+    rows = jnp.stack([x, y], axis=1), jnp.unstack(y, axis=1)
+    return jnp.tile(taken.reshape(-1), 2), placed[:, None].squeeze(1), rows
 
 
 def multiplied(x, y):

@@ -296,7 +296,7 @@ _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "c
 _WITH_PLACES = ("gather", "scatter", "scatter-add", "pad")
 
 # Which read a number of their operand for several of their results, or kernels do that read these.
-_READ_AGAIN = ("dot_general", "slice", "transpose")
+_READ_AGAIN = ("dot_general", "slice", "transpose", "unstack")
 
 _ELEMENTWISE = """
 abs add and ceil clamp convert_element_type copy div eq floor ge gt integer_pow is_finite le lt max min mul ne neg
@@ -322,6 +322,8 @@ _RULES = {
     "scatter-add": _scatter,
     "slice": _slice,
     "squeeze": _as_it_is,
+    "stack": _as_it_is,
     "tile": _tile,
     "transpose": _transpose,
+    "unstack": _as_it_is,
 }
