@@ -1,5 +1,6 @@
 """That a batch in the last axis computes what `jax.vmap` does, and that Brax's physics stays in that axis."""
 
+import functools
 import re
 
 import chex
@@ -29,9 +30,10 @@ def moved(x, y):
 
 
 def multiplied(x, y):
-    """Products with an axis shared, several summed, none left, and of what is not of the batch."""
+    """Products with an axis shared, several summed, none left, of what is not of the batch, of many terms and none."""
     shared = jnp.einsum("ijk,ilk->ijl", jnp.stack([x, x + 1]), jnp.stack([y, y]))
-    return shared, jnp.tensordot(x, y, 2), x @ jnp.arange(12.0).reshape(4, 3), x @ y.T @ x
+    many = jnp.tile(x, 9) @ jnp.tile(y, 9).T, x[:, :0] @ y[:, :0].T
+    return shared, many, jnp.tensordot(x, y, 2), x @ jnp.arange(12.0).reshape(4, 3), x @ y.T @ x
 
 
 @jax.custom_vjp
@@ -76,25 +78,54 @@ def searching(x, y):
 
     def step(total, row):
         more = lax.cond(total.sum() > 0, lambda: x @ y.T @ x, lambda: jnp.ones(x.shape))
-        total = lax.while_loop(lambda z: z.sum() < 9, lambda z: z + jnp.abs(y) + 1, total - row)
+        total = lax.while_loop(
+            lambda z: z.sum() < 9, lambda z: z + (jnp.abs(y) @ jnp.abs(row))[:, None] + 1, total
+        )
         return total / 2 + more, (more @ row).sum()
 
     return lax.scan(step, x, y)
 
 
+def solving(x, y, length=5, idle=lambda total, count: (total, count, False)):
+    """As JAXopt and MJX iterate, no more than `length` times."""
+
+    def once_more(total, count):
+        return total + jnp.abs(y), count + 1, total.sum() < 9
+
+    def step(carry, _):
+        *state, unfinished = carry
+        return lax.cond(unfinished, once_more, idle, *state), None
+
+    return lax.scan(step, (x, 0, x[0, 0] > 0), length=length)[0]
+
+
+def bounded(x, y):
+    """Loops that end early, of which none is needed, and of others whose steps always do something."""
+    counting = solving(x, y, idle=lambda total, count: (total, count - 1, False))
+    again = solving(x, y, idle=lambda total, count: (total, count, total[0, 0] < count))
+    swapped = solving(x, y, idle=lambda total, count: (total.T.reshape(3, 4), count, False))
+    return solving(x, y), solving(x, y, 0), solving(x, y, 30), counting, again, swapped
+
+
+def branching(x, y):
+    """Branches chosen by each one's own place, and by what is no part of the batch."""
+    branches = [lambda z: z + 1, lambda z: jnp.sort(z) * y, lambda z: z.T.reshape(3, 4)]
+    chosen = lax.switch(jnp.argmin(x) % 3, branches, x), jnp.argmax(y, axis=1)
+    return chosen, lax.switch(jnp.arange(3).sum() % 2, branches, x)
+
+
 def without_rules(x, y):
-    """Places of each one's own, loops and branches that depend on it."""
+    """Places of each one's own."""
     place = jnp.argmax(x)
-    loop = lax.while_loop(lambda z: z.sum() < 5, lambda z: z + jnp.abs(y) + 1, x)
-    branch = lax.cond(x[0, 0] > 0, lambda: jnp.sort(x), lambda: y)
-    return x.reshape(-1)[place], loop, branch, x.at[place % 3].set(0.0), jnp.cumsum(y)
+    return x.reshape(-1)[place], jnp.sort(y), x.at[place % 3].set(0.0), jnp.cumsum(y)
 
 
 def of_keys(key, x):
     return jax.random.normal(key, x.shape) + x
 
 
-CASES = [moved, multiplied, elementwise, repeated, reduced, searching, without_rules]
+CASES = [moved, multiplied, elementwise, repeated, reduced]
+CASES += [searching, bounded, branching, without_rules]
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -113,10 +144,11 @@ def test_keys_are_of_a_batch():
     chex.assert_trees_all_equal(found, jax.vmap(of_keys)(*arguments))
 
 
-def test_batches_of_batches():
+@pytest.mark.parametrize("function", [multiplied, searching, bounded])
+def test_batches_of_batches(function):
     x, y = (jax.random.normal(jax.random.key(i), (2, SIZE, 3, 4)) for i in range(2))
-    found = jax.vmap(jax.vmap(batched_last(multiplied), (0, None)))(x, y[:, 0])
-    expected = jax.vmap(jax.vmap(multiplied, (0, None)))(x, y[:, 0])
+    found = jax.vmap(jax.vmap(batched_last(function), (0, None)))(x, y[:, 0])
+    expected = jax.vmap(jax.vmap(function, (0, None)))(x, y[:, 0])
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -137,6 +169,18 @@ def test_sums_are_left_to_no_library(monkeypatch):
     assert "ynn" not in compiled()
     monkeypatch.setattr(lanes, "_sum", jnp.sum)
     assert "ynn" in compiled()
+
+
+@pytest.mark.on_cpus
+def test_sums_of_many_products_write_none_to_memory(monkeypatch):
+    def compiled():
+        function = jax.vmap(batched_last(lambda x, y: x @ y))
+        shapes = (jax.ShapeDtypeStruct((64, *shape), jnp.float32) for shape in [(3, 49), (49, 2)])
+        return jax.jit(function).lower(*shapes).compile().as_text()
+
+    assert "reduce-window" not in compiled()
+    monkeypatch.setattr(lanes, "_AT_ONCE", 49)
+    assert "reduce-window" in compiled()
 
 
 def turned(matrix, x, y):
@@ -218,8 +262,9 @@ def test_physics_stays_in_the_last_axis(name, backend):
     chex.assert_trees_all_close(found, env.step(*one), rtol=1e-3, atol=1e-3)
 
 
-def test_generalized_physics_is_the_same_though_its_solver_is_vmapped():
-    env = envs.make("brax/inverted_pendulum", {"backend": "generalized"})
+@pytest.mark.parametrize("backend", ["generalized", "mjx"])
+def test_physics_with_a_solver_is_the_same(backend):
+    env = envs.make("brax/inverted_pendulum", {"backend": backend})
     keys = jax.random.split(jax.random.key(0), SIZE)
     state, _ = jax.vmap(env.reset)(keys)
     action = jnp.linspace(-1, 1, SIZE)[:, None]
@@ -235,13 +280,26 @@ def test_a_loop_of_conditions_moves_nothing_in_each_step():
     x = jnp.ones((SIZE, 3, 4))
     traced = jax.jit(jax.vmap(batched_last(searching))).trace(x, x).jaxpr
     (loop,) = (e for e, _ in each_equation(traced) if e.primitive.name == "scan")
-    vmapped = jax.jit(jax.vmap(searching)).trace(x, x).jaxpr
-    (expected,) = (e for e, _ in each_equation(vmapped) if e.primitive.name == "scan")
-    assert str(loop.params["jaxpr"]) == str(expected.params["jaxpr"])
+    inner = [e for e, _ in each_equation(loop.params["jaxpr"])]
+    turns = [e.params["permutation"] for e in inner if e.primitive.name == "transpose"]
+    assert "while" in [e.primitive.name for e in inner]
+    assert turns
+    assert all(turn[-1] == len(turn) - 1 for turn in turns)
 
 
-@pytest.mark.parametrize(("backend", "in_lanes"), [("generalized", True), ("mjx", False)])
-def test_which_physics_is_in_lanes(backend, in_lanes):
-    on_a_cpu = jax.default_backend() == "cpu"
-    env = envs.make("brax/inverted_pendulum", {"backend": backend})
-    assert env.in_lanes == (in_lanes and on_a_cpu)
+@pytest.mark.parametrize(
+    ("idle", "ends"),
+    [
+        (lambda total, count: (total, count, False), True),
+        (lambda total, count: (total, count - 1, False), False),
+        (lambda total, count: (total, count, True), False),
+        (lambda total, count: (total, count, count > 2), False),
+        (lambda total, count: (total * 2, count, False), False),
+    ],
+)
+def test_a_loop_ends_when_its_steps_do_nothing_for_any(idle, ends):
+    x = jnp.ones((SIZE, 3, 4))
+    function = batched_last(functools.partial(solving, idle=idle))
+    traced = jax.jit(jax.vmap(function)).trace(x, x).jaxpr
+    found = [e.primitive.name for e, _ in each_equation(traced)]
+    assert ("while" in found, "scan" in found) == (ends, not ends)

@@ -22,7 +22,6 @@ from purejaxppo.types import PyTree, TimeStep
 from purejaxppo.values import ConfigError, check_arguments, suggest
 
 BACKENDS = ("spring", "positional", "generalized", "mjx")
-_IN_LANES = ("spring", "positional", "generalized")
 _SUPPORTED = {"brax/swimmer": ("generalized",)}  # where not all
 
 
@@ -54,7 +53,7 @@ class BraxEnvironment:
         # Physics takes a second to trace, and is part of several programs; inlined it is as if it had
         # been traced for each.
         physics = [jax.jit(f, inline=True) for f in (env.reset, env.step)]
-        self.in_lanes = jax.default_backend() == "cpu" and getattr(env, "backend", "") in _IN_LANES
+        self.in_lanes = jax.default_backend() == "cpu"
         self._reset, self._step = map(batched_last, physics) if self.in_lanes else physics
         # Its own `observation_size` runs a reset, which takes many seconds.
         with quietly():

@@ -38,8 +38,9 @@ def batched_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The same function, which `jax.vmap` computes with the batch in the last axis.
 
     That is faster where nearly all is elementwise, or products of few numbers, or moves numbers to places known
-    in advance, as in Brax's spring, positional and generalized physics. What there is no rule for here is
-    computed by that of `jax.vmap`. It can be differentiated outside of `jax.vmap`, not within.
+    in advance, as in the physics of Brax and MuJoCo's MJX. What there is no rule for here is computed by that of
+    `jax.vmap`. Loops end early that have come to an end for all of the batch. It can be differentiated outside of
+    `jax.vmap`, not within.
     """
     batched_function = custom_vmap(function)
 
@@ -52,7 +53,7 @@ def batched_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         arrays = [jnp.moveaxis(x, 0, -1) if b else x for x, b in zip(leaves, of_batch, strict=True)]
         values = list(map(_Value, arrays, of_batch))
         program, out = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, one))
-        results = [jnp.moveaxis(x.full(size), -1, 0) for x in _evaluate(program, values, size)]
+        results = [jnp.moveaxis(x, -1, 0) for x in _full(program, values, size)]
         all_batched = jax.tree.map(lambda _: True, out)
         return jax.tree.unflatten(jax.tree.structure(out), results), all_batched
 
@@ -84,11 +85,11 @@ def _evaluate(program: core.ClosedJaxpr, inputs: Sequence[_Value], size: int) ->
 
 def _compute(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
     name, params = equation.primitive.name, equation.params
-    if name == "scan" and not _has_conditions(params["jaxpr"].jaxpr):
-        return _scan(equation, operands, size)
+    arrays, batched = [x.array for x in operands], [x.batched for x in operands]
     if name in _CALLS:
         return _evaluate(params[_CALLS[name]], operands, size)
-    arrays, batched = [x.array for x in operands], [x.batched for x in operands]
+    if name in _CONTROL_FLOW and any(batched[:1] if name == "cond" else batched):
+        return _CONTROL_FLOW[name](equation, operands, size)
     places = name in _WITH_PLACES
     if not any(batched):
         results = equation.primitive.bind(*arrays, **params)
@@ -113,9 +114,36 @@ def _work(name: str, of_operands: list[int]) -> int:
     return min(_MUCH, 1 + sum(of_operands) if rule is _elementwise else max(of_operands))
 
 
-def _has_conditions(step: core.Jaxpr) -> bool:
-    """Whether each step would move what conditions read to the first axis, for lack of rules for them."""
-    return any(equation.primitive.name in ("cond", "while") for equation in step.eqns)
+def _cond(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
+    """All branches for all of the batch, each of which takes its own."""
+    which, *operands = operands
+    branches = [_full(branch, operands, size) for branch in equation.params["branches"]]
+
+    def taken(*cases: Array) -> Array:
+        return lax.select_n(jnp.broadcast_to(which.array, cases[0].shape), *cases)
+
+    return [_Value(taken(*cases), True, _MUCH) for cases in zip(*branches, strict=True)]
+
+
+def _while(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
+    """For as long as the condition holds for any of the batch; where it does not, nothing changes."""
+    params = equation.params
+    of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+    operands = [_Value(x.array, x.batched) for x in operands]
+    consts, operands = operands[:of_condition], operands[of_condition:]
+    body_consts, operands = operands[:of_body], operands[of_body:]
+
+    def holds(carry: list[Array]) -> Array:
+        (result,) = _full(params["cond_jaxpr"], [*consts, *_batched(carry)], size)
+        return result
+
+    def step(carry: list[Array]) -> list[Array]:
+        now = _full(params["body_jaxpr"], [*body_consts, *_batched(carry)], size)
+        unfinished = holds(carry)
+        return [jnp.where(unfinished, x, before) for x, before in zip(now, carry, strict=True)]
+
+    initial = [x.full(size) for x in operands]
+    return _batched(lax.while_loop(lambda carry: holds(carry).any(), step, initial))
 
 
 def _scan(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
@@ -128,21 +156,61 @@ def _scan(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
     num_carry = same(equation.outvars, step.jaxpr.outvars)
     rows = same(equation.invars, step.jaxpr.invars)  # after constants and what is carried
     consts = [_Value(x.array, x.batched) for x in operands[: rows - num_carry]]
+    initial = [x.full(size) for x in operands[rows - num_carry : rows]]
     inputs = operands[rows:]
 
     def forwards(carry: Sequence[Array], xs: Any) -> tuple[list[Array], list[Array]]:
         now = [_Value(x, of.batched) for x, of in zip(xs, inputs, strict=True)]
-        results = _evaluate(step, [*consts, *(_Value(x, True) for x in carry), *now], size)
-        full = [x.full(size) for x in results]
-        return full[:num_carry], full[num_carry:]
+        results = _full(step, [*consts, *_batched(carry), *now], size)
+        return results[:num_carry], results[num_carry:]
 
-    carry, results = lax.scan(
-        forwards,
-        [x.full(size) for x in operands[rows - num_carry : rows]],
-        [x.array for x in inputs],
-        **{name: params[name] for name in ("length", "reverse", "unroll")},
-    )
-    return [_Value(x, True) for x in [*carry, *results]]
+    if (condition := _condition_of(step.jaxpr)) is not None:
+
+        def goes_on(state: tuple[Array, list[Array]]) -> Array:
+            return (state[0] < params["length"]) & state[1][condition].any()
+
+        def once_more(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+            return state[0] + 1, forwards(state[1], [])[0]
+
+        return _batched(lax.while_loop(goes_on, once_more, (jnp.zeros((), jnp.int32), initial))[1])
+    arrays = [x.array for x in inputs]
+    same_params = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, results = lax.scan(forwards, initial, arrays, **same_params)
+    return _batched([*carry, *results])
+
+
+def _condition_of(step: core.Jaxpr) -> int | None:
+    """Which of what a loop carries is a condition without which its steps do nothing, except to clear it.
+
+    So JAXopt and MuJoCo's MJX iterate, whose loops can be differentiated. There is no need to go on once it
+    holds for none of a batch.
+    """
+    if [x.primitive.name for x in step.eqns] != ["convert_element_type", "cond"]:
+        return None
+    convert, cond = step.eqns
+    (condition,) = convert.invars
+    carry = step.invars[len(step.invars) - len(step.outvars) :]
+    idle = cond.params["branches"][0].jaxpr
+    from_step = dict(zip(idle.invars, cond.invars[1:], strict=True))
+
+    def stays(after: Any, before: Any) -> bool:
+        if isinstance(after, core.Literal):
+            return before is condition and not after.val
+        return from_step.get(after) is before
+
+    is_all = cond.invars[:1] + cond.outvars == convert.outvars + step.outvars and not idle.eqns
+    if not is_all or not all(map(stays, idle.outvars, carry)):
+        return None
+    return next((i for i, x in enumerate(carry) if x is condition), None)
+
+
+def _full(program: core.ClosedJaxpr, inputs: Sequence[_Value], size: int) -> list[Array]:
+    return [x.full(size) for x in _evaluate(program, inputs, size)]
+
+
+def _batched(arrays: Sequence[Array]) -> list[_Value]:
+    """What is in memory, each of the batch its own."""
+    return [_Value(x, True) for x in arrays]
 
 
 def _as_it_is(equation: Any, size: int, *operands: Array) -> Array:
@@ -212,8 +280,22 @@ def _dot_general(equation: Any, size: int, left: Array, right: Array) -> Array:
         each = [[lax.index_in_dim(x, i, -2, False) for i in range(terms)] for x in (left, right)]
         total = functools.reduce(operator.add, map(operator.mul, *each))
     else:
-        total = _stored(_sum(left * right, left.ndim - 2))
+        total = _stored(_sum_of_products(left, right))
     return total.reshape(*equation.outvars[0].aval.shape, size)
+
+
+def _sum_of_products(left: Array, right: Array) -> Array:
+    """In parts where XLA would write each product to memory, and then sums of windows of them."""
+    axis, terms = left.ndim - 2, left.shape[-2]
+    in_part = terms if terms <= _AT_ONCE else _UNROLLED
+
+    def part(start: int) -> Array:
+        end = min(start + in_part, terms)
+        x, y = (lax.slice_in_dim(of, start, end, axis=axis) for of in (left, right))
+        return _sum(x * y, axis)
+
+    starts = range(0, terms, in_part) if terms else [0]
+    return functools.reduce(operator.add, map(part, starts))
 
 
 def _once(x: _Value) -> _Value:
@@ -286,11 +368,17 @@ def _scatter(equation: Any, size: int, x: Array, places: Array, updates: Array) 
 # Terms of a product that are written out: as many as a quaternion has numbers.
 _FEW = 4
 
+# Terms that XLA adds up in one loop, and those for which it writes no loop.
+_AT_ONCE, _UNROLLED = 32, 8
+
 # Operations that take longer than writing a number to memory and reading it again.
 _MUCH = 5
 
 # What only calls a program, and the parameter that this is.
 _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+# What contains programs that are computed once for each step, or for some of the batch.
+_CONTROL_FLOW = {"cond": _cond, "scan": _scan, "while": _while}
 
 # Whose second operand, of places or of a value to fill up with, must be the same for all of the batch.
 _WITH_PLACES = ("gather", "scatter", "scatter-add", "pad")
@@ -312,7 +400,7 @@ _RULES = {
     **dict.fromkeys(_FUNCTIONS.split(), _function),
     **dict.fromkeys(_REDUCTIONS.split(), _reduce),
     "broadcast_in_dim": _broadcast_in_dim,
-    "concatenate": _as_it_is,
+    **dict.fromkeys(("argmax", "argmin", "concatenate", "squeeze", "stack", "unstack"), _as_it_is),
     "dot_general": _dot_general,
     "gather": _gather,
     "pad": _pad,
@@ -321,9 +409,6 @@ _RULES = {
     "scatter": _scatter,
     "scatter-add": _scatter,
     "slice": _slice,
-    "squeeze": _as_it_is,
-    "stack": _as_it_is,
     "tile": _tile,
     "transpose": _transpose,
-    "unstack": _as_it_is,
 }
