@@ -40,7 +40,7 @@ def batched_last(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     That is faster where nearly all is elementwise, or products of few numbers, or moves numbers to places known
     in advance, as in the physics of Brax and MuJoCo's MJX. What there is no rule for here is computed by that of
     `jax.vmap`. Loops end early that have come to an end for all of the batch. It can be differentiated outside of
-    `jax.vmap`, not within.
+    `jax.vmap`, not within, and only forwards where there are such loops.
     """
     batched_function = custom_vmap(function)
 
