@@ -137,13 +137,15 @@ def _while(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
         (result,) = _full(params["cond_jaxpr"], [*consts, *_batched(carry)], size)
         return result
 
-    def step(carry: list[Array]) -> list[Array]:
+    def step(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        unfinished, carry = state
         now = _full(params["body_jaxpr"], [*body_consts, *_batched(carry)], size)
-        unfinished = holds(carry)
-        return [jnp.where(unfinished, x, before) for x, before in zip(now, carry, strict=True)]
+        carry = [jnp.where(unfinished, x, before) for x, before in zip(now, carry, strict=True)]
+        return holds(carry), carry
 
     initial = [x.full(size) for x in operands]
-    return _batched(lax.while_loop(lambda carry: holds(carry).any(), step, initial))
+    start = holds(initial), initial
+    return _batched(lax.while_loop(lambda state: state[0].any(), step, start)[1])
 
 
 def _scan(equation: Any, operands: list[_Value], size: int) -> list[_Value]:
