@@ -101,7 +101,7 @@ def _cpu_options(setup: Setup, quick: bool) -> dict[str, Any]:
     Level 1 of its effort compiles up to a third faster than its default, 3. Most environments train as
     fast, Pong of Gymnax's misc and MemoryChain, which has a GRU, 1.2 and 1.6 times as fast, but Seaquest at
     0.67 of the speed. Physics in lanes has level 3: with 1 Brax's hopper and ant train at 0.8 and 0.6 of the
-    speed. Vectors are as wide as the core has them: XLA's own 256 bits take 6 to 9% longer where there
+    speed. Vectors are as wide as the core has them: XLA's own 256 bits take 6 to 12% longer where there
     are 512. Quick is level 0 with the older emitters of kernels: a fifth to a third of the time to compile,
     programs that take two to fifteen times as long. A program with EnvPool has all cores for its one device,
     and YNNPACK takes only one for each of Winograd's small products: it is left the reductions alone.
